@@ -1,0 +1,142 @@
+"""One layer of a stack: x + mixer(conv(norm(x))), then x + mlp(norm(x))."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from arch.mlp import Kind, mlp, norm
+from mixers.base import Memory, Mixer, State
+from mixers.convolution import ShortConvolution
+
+
+@dataclass(frozen=True)
+class BlockOptions:
+    """What all blocks of a model have in common; meanings in `arch.language_model.LanguageModel`."""
+
+    mlp: Kind = "swiglu"
+    mlp_width: int | None = None
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    sandwich: bool = False
+    bias: bool = False
+    convolution: int | None = None
+    parallel: Literal["sum", "mean", "normed_mean"] = "sum"
+    dropout: float = 0.0
+
+    def make_norm(self, d_model: int) -> nn.Module:
+        """A norm of this model's kind."""
+        return norm(self.norm, d_model, self.bias)
+
+
+class Sublayer(nn.Module):
+    """What mixers and MLPs share: norm before, norm after where the model is a sandwich, dropout."""
+
+    def __init__(self, d_model: int, options: BlockOptions):
+        super().__init__()
+        self.before = options.make_norm(d_model)
+        self.after = options.make_norm(d_model) if options.sandwich else nn.Identity()
+        self.dropout = nn.Dropout(options.dropout)
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """The residual sum."""
+        return x + self.dropout(self.after(y))
+
+
+class MixerSublayer(Sublayer):
+    """One mixer, or several in parallel on the same input, behind an optional short causal convolution."""
+
+    def __init__(self, d_model: int, mixers: Sequence[Mixer], options: BlockOptions):
+        super().__init__(d_model, options)
+        self.mixers = nn.ModuleList(mixers)
+        self.parallel = options.parallel
+        wants = options.convolution is not None and not all(m.has_convolution for m in mixers)
+        self.convolution = ShortConvolution(d_model, width=options.convolution) if wants else None
+        normed = len(mixers) > 1 and options.parallel == "normed_mean"
+        self.norms = nn.ModuleList(options.make_norm(d_model) for _ in mixers) if normed else None
+
+    def parts(self) -> dict[str, Mixer]:
+        """The parts with a state, by the name that it has in the block's state."""
+        single = len(self.mixers) == 1
+        named = {"mixer" if single else f"mixer.{i}": m for i, m in enumerate(self.mixers)}
+        return named if self.convolution is None else {"conv": self.convolution} | named
+
+    def mix(self, x: Tensor, past: State | None, documents: Tensor | None,
+            memory: Memory | None) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `Mixer.mix`."""
+        normed = self.before(x)
+        kept: dict[str, Tensor] = {}
+        inputs, outputs = normed, []
+        for name, part in self.parts().items():
+            reads = inputs if part is not self.convolution and not part.has_convolution else normed
+            y, state = part.mix(reads, None if past is None else past.part(name), documents, _for(part, memory))
+            kept |= {f"{name}.{key}": tensor for key, tensor in state.items()}
+            if part is self.convolution:
+                inputs = y
+            else:
+                outputs.append(y)
+        return self.add(x, self._combine(outputs)), kept
+
+    def _combine(self, outputs: list[Tensor]) -> Tensor:
+        if self.norms is not None:
+            outputs = [norm(y) for norm, y in zip(self.norms, outputs, strict=True)]
+        total = torch.stack(outputs).sum(0) if len(outputs) > 1 else outputs[0]
+        return total if self.parallel == "sum" else total / len(outputs)
+
+
+class MLPSublayer(Sublayer):
+    """The MLP."""
+
+    def __init__(self, d_model: int, options: BlockOptions):
+        super().__init__(d_model, options)
+        self.mlp = mlp(options.mlp, d_model, options.mlp_width, options.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        return self.add(x, self.mlp(self.before(x)))
+
+
+class Block(Mixer):
+    """One layer; a Mixer itself, so it has the same door and one state made of its parts' states.
+
+    Args:
+        mixers: the parallel branches; none: the layer is an MLP alone.
+        with_mlp: an MLP sublayer behind the mixers.
+    """
+
+    takes_memory = True
+    has_convolution = True
+
+    def __init__(self, d_model: int, mixers: Sequence[Mixer], options: BlockOptions, with_mlp: bool):
+        super().__init__()
+        self.mixing = MixerSublayer(d_model, mixers, options) if mixers else None
+        self.mlp = MLPSublayer(d_model, options) if with_mlp else None
+        self.causal = all(m.causal for m in mixers)
+
+    def parts(self) -> dict[str, Mixer]:
+        """The parts with a state."""
+        return {} if self.mixing is None else self.mixing.parts()
+
+    def empty(self, batch: int, like: Tensor) -> dict[str, Tensor]:
+        """The parts' states under dotted names."""
+        return {f"{name}.{key}": t for name, part in self.parts().items() for key, t in part.empty(batch, like).items()}
+
+    def remember(self, memory: Memory) -> dict[str, Tensor]:
+        """The parts' memories under dotted names."""
+        return {f"{name}.{key}": t for name, part in self.parts().items() if part.takes_memory
+                for key, t in part.remember(memory).items()}
+
+    def mix(self, x: Tensor, past: State | None, documents: Tensor | None,
+            memory: Memory | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `Mixer.mix`."""
+        kept: dict[str, Tensor] = {}
+        if self.mixing is not None:
+            x, kept = self.mixing.mix(x, past, documents, memory)
+        return (x if self.mlp is None else self.mlp(x)), kept
+
+
+def _for(part: Mixer, memory: Memory | None) -> Memory | None:
+    return memory if part.takes_memory else None

@@ -1,0 +1,111 @@
+"""A stack between an embedding and a head; builds from a plain dict, without Hydra."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from arch.block import BlockOptions
+from arch.init import initialise
+from arch.mlp import Kind
+from arch.stack import Position, Stack
+from mixers.base import Packing, State
+from mixers.parts import mark
+
+
+class LanguageModel(nn.Module):
+    """Token ids to next-token logits.
+
+    Args:
+        layout: order of the mixers, see `arch.layout`.
+        vocabulary: number of token ids.
+        d_model: width D.
+        n_layers: layers of the stack; None: whole periods of the layout, at least 2 layers.
+        mixers: {name: {option: value}} for registered mixers, {alias: {"mixer": name, option: value}} for aliases.
+        mlp, mlp_width: channel mixer of each block, see `arch.mlp`.
+        norm: "rmsnorm" or "layernorm", in front of every sublayer and behind the last.
+        sandwich: a norm behind every sublayer too (Gemma 2).
+        bias: biases in MLPs and layer norms; mixers have their own option.
+        convolution: taps of a short causal convolution in front of the mixers that have none of their own; None: none.
+        parallel: how parallel branches are combined: sum, mean, or mean of normed branches (Hymba).
+        position: embedding of positions at the model, in addition to what mixers do.
+        max_length: rows of a learned position embedding.
+        tied: the head is the embedding's transpose.
+        logit_softcap: logits become cap * tanh(logit / cap).
+        dropout: of sublayer outputs and the embedding.
+        init_std: of the initial normal; see `arch.init`.
+    Raises:
+        ValueError: any option that does not fit; says which.
+    """
+
+    def __init__(self, layout: str, *, vocabulary: int, d_model: int = 64, n_layers: int | None = None,
+                 mixers: dict[str, Any] | None = None, mlp: Kind = "swiglu", mlp_width: int | None = None,
+                 norm: Literal["rmsnorm", "layernorm"] = "rmsnorm", sandwich: bool = False, bias: bool = False,
+                 convolution: int | None = None, parallel: Literal["sum", "mean", "normed_mean"] = "sum",
+                 position: Position = "none", max_length: int = 2048, tied: bool = True, logit_softcap: float | None = None,
+                 dropout: float = 0.0, init_std: float = 0.02):
+        super().__init__()
+        _check(vocabulary=(vocabulary, vocabulary >= 1, "at least 1"), d_model=(d_model, d_model >= 1, "at least 1"),
+               logit_softcap=(logit_softcap, logit_softcap is None or logit_softcap > 0, "above 0"),
+               dropout=(dropout, 0 <= dropout < 1, "at least 0 and below 1"), init_std=(init_std, init_std > 0, "above 0"))
+        options = BlockOptions(mlp, mlp_width, norm, sandwich, bias, convolution, parallel, dropout)
+        self.vocabulary, self.logit_softcap = vocabulary, logit_softcap
+        self.embedding = mark(nn.Embedding(vocabulary, d_model), no_decay=True)
+        self.dropout = nn.Dropout(dropout)
+        self.stack = Stack(layout, d_model, n_layers, mixers or {}, options, position, max_length)
+        self.head = nn.Linear(d_model, vocabulary, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+        initialise(self, init_std)
+
+    @property
+    def used(self) -> Mapping[str, dict[str, Any]]:
+        """The mixers and aliases that the layout names -> their options."""
+        return self.stack.used
+
+    @property
+    def causal(self) -> bool:
+        """False where some mixer sees later tokens; such a model has no decode."""
+        return self.stack.causal
+
+    def forward(self, tokens: Tensor, packing: Packing | None = None) -> Tensor:
+        """[B, T] ids -> [B, T, vocabulary] logits; at pads any id is accepted and the logits mean nothing."""
+        return self.logits(self.hidden(tokens, packing))
+
+    def hidden(self, tokens: Tensor, packing: Packing | None = None) -> Tensor:
+        """[B, T] ids -> [B, T, D], what the head reads; 0 at pads."""
+        return self.stack(self._embed(tokens, packing), packing)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., D] -> [..., vocabulary]."""
+        logits = self.head(hidden)
+        if self.logit_softcap is None:
+            return logits
+        return self.logit_softcap * torch.tanh(logits / self.logit_softcap)
+
+    def start(self, batch: int) -> State:
+        """The state before any token."""
+        return self.stack.start(batch, self.embedding.weight)
+
+    def prefill(self, tokens: Tensor, packing: Packing | None = None) -> tuple[Tensor, State]:
+        """Prompts [B, T], ragged ones padded anywhere by `packing`: logits [B, T, vocabulary] and the state after them."""
+        return self.extend(tokens, self.start(tokens.shape[0]), packing)
+
+    def extend(self, tokens: Tensor, state: State, packing: Packing | None = None) -> tuple[Tensor, State]:
+        """Go on with [B, T] further ids, see `Mixer.extend`."""
+        hidden, state = self.stack.extend(self._embed(tokens, packing), state, packing)
+        return self.logits(hidden), state
+
+    def _embed(self, tokens: Tensor, packing: Packing | None) -> Tensor:
+        if packing is not None:
+            tokens = tokens.masked_fill(packing.documents == 0, 0)
+        return self.dropout(self.embedding(tokens))
+
+
+def _check(**rules: tuple[Any, bool, str]) -> None:
+    for name, (value, fine, wanted) in rules.items():
+        if not fine:
+            raise ValueError(f"{name}={value} must be {wanted}")

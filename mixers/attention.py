@@ -1,0 +1,148 @@
+"""What all softmax-attention mixers share: projections, positions, caches, cross-attention."""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal
+
+from einops import rearrange
+from torch import Tensor, nn
+
+from kernels.attention.op import attention
+from mixers import cache
+from mixers.base import Memory, Mixer, State, positions
+from mixers.parts import divisor_up_to, head_count, mark
+from mixers.rope import rotary_channels, rotate
+
+log = logging.getLogger(__name__)
+
+Position = Literal["rope", "none"]
+
+
+class Attention(Mixer):
+    """Softmax attention of H query heads over G key/value heads, all of the past or its last W tokens.
+
+    With a memory the queries come from x and the keys and values from the memory: no mask but its documents, no positions.
+
+    Args:
+        d_model: width D of the residual stream.
+        n_heads: H; None: the largest divisor of d_model up to d_model // 64.
+        n_kv_heads: G, a divisor of H; None: H.
+        head_dim: K; None: d_model / n_heads.
+        window: W, keys a query sees on its left, itself included; None: all.
+        causal: False: every token sees both sides (the window too).
+        position: "rope" turns queries and keys, "none" leaves order to the mask.
+        rope_base, rope_fraction: see `mixers.rope`.
+        bias: of the four projections.
+        qk_norm: RMS norm over each head's queries and keys, before they turn.
+        scale: factor of the scores; None: 1 / sqrt(K); 1.0: the unscaled multiplicative form.
+        softcap: scores become softcap * tanh(score / softcap).
+        dropout: share of attention weights dropped in training.
+    Raises:
+        ValueError: heads that do not divide, an option out of range.
+    """
+
+    takes_memory = True
+
+    def __init__(self, d_model: int, *, n_heads: int | None, n_kv_heads: int | None, head_dim: int | None, window: int | None,
+                 causal: bool, position: Position, rope_base: float, rope_fraction: float, bias: bool, qk_norm: bool,
+                 scale: float | None, softcap: float | None, dropout: float):
+        super().__init__()
+        self.n_heads = head_count(d_model, n_heads, free=head_dim is not None)
+        self.n_kv_heads = self.n_heads if n_kv_heads is None else n_kv_heads
+        if self.n_kv_heads < 1 or self.n_heads % self.n_kv_heads:
+            raise ValueError(f"n_heads={self.n_heads} must be a multiple of n_kv_heads={n_kv_heads}")
+        self.head_dim = d_model // self.n_heads if head_dim is None else head_dim
+        _check(self.head_dim, window, scale, softcap, dropout, rope_base)
+        if position == "rope":
+            rotary_channels(self.head_dim, rope_fraction)
+        self.window, self.causal, self.position = window, causal, position
+        self.rope_base, self.rope_fraction = rope_base, rope_fraction
+        self.scale, self.softcap, self.dropout = scale, softcap, dropout
+        self.q = nn.Linear(d_model, self.n_heads * self.head_dim, bias=bias)
+        self.k = nn.Linear(d_model, self.n_kv_heads * self.head_dim, bias=bias)
+        self.v = nn.Linear(d_model, self.n_kv_heads * self.head_dim, bias=bias)
+        self.out = mark(nn.Linear(self.n_heads * self.head_dim, d_model, bias=bias), residual=True)
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-6) if qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=1e-6) if qk_norm else nn.Identity()
+
+    def empty(self, batch: int, like: Tensor) -> dict[str, Tensor]:
+        """A cache without tokens."""
+        return cache.empty(batch, self.n_kv_heads, self.head_dim, self.head_dim, like)
+
+    def remember(self, memory: Memory) -> dict[str, Tensor]:
+        """The memory's keys and values, computed once."""
+        x, documents = memory.compact()
+        k, v = self._keys(x)
+        kept = {"memory.k": k, "memory.v": v}
+        return kept if documents is None else kept | {"memory.documents": documents}
+
+    def mix(self, x: Tensor, past: State | None, documents: Tensor | None,
+            memory: Memory | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `Mixer.mix`."""
+        q = _normed(self.q_norm, rearrange(self.q(x), "b t (h k) -> b t h k", h=self.n_heads))
+        if memory is not None:
+            return self._cross(q, self.remember(memory), documents), {}
+        if past is not None and "memory.k" in past.tensors:
+            return self._cross(q, past.tensors, documents), past.own
+        k, v = self._keys(x)
+        if self.position == "rope":
+            place = positions(documents, past, x.shape[1], x.device)
+            q, k = (rotate(t, place, self.rope_base, self.rope_fraction) for t in (q, k))
+        if past is None:
+            y = self._attend(q, k, v, causal=self.causal, window=self.window, q_documents=documents, k_documents=documents)
+            return self._project(y), {}
+        if self.window is None:
+            seen, kept = cache.growing(past, k, v, documents)
+        else:
+            seen, kept = cache.ring(past, k, v, documents, self.window)
+        y = self._attend(q, seen.k, seen.v, causal=not seen.all_visible, window=None if seen.all_visible else self.window,
+                         q_positions=seen.q_positions, k_positions=seen.k_positions, q_documents=documents,
+                         k_documents=seen.k_documents)
+        return self._project(y), kept
+
+    def _cross(self, q: Tensor, kept: dict[str, Tensor], documents: Tensor | None) -> Tensor:
+        ids = kept.get("memory.documents")
+        if ids is not None and documents is None:
+            documents = ids.new_ones(q.shape[:2])
+        return self._project(self._attend(q, kept["memory.k"], kept["memory.v"], causal=False, window=None,
+                                          q_documents=documents, k_documents=ids))
+
+    def _keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = (rearrange(project(x), "b s (g k) -> b s g k", g=self.n_kv_heads) for project in (self.k, self.v))
+        return _normed(self.k_norm, k), v
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, **places: object) -> Tensor:
+        # The cache may hold another dtype than autocast gives here.
+        k, v = k.to(q.dtype), v.to(q.dtype)
+        return attention(q, k, v, scale=self.scale, softcap=self.softcap, dropout=self.dropout if self.training else 0.0,
+                         **places)
+
+    def _project(self, y: Tensor) -> Tensor:
+        return self.out(rearrange(y, "b t h k -> b t (h k)"))
+
+
+def default_kv_heads(d_model: int, n_heads: int | None, head_dim: int | None, name: str) -> int:
+    """A quarter of the query heads, or the largest divisor below; says so when that leaves nothing to share."""
+    heads = head_count(d_model, n_heads, free=head_dim is not None)
+    groups = divisor_up_to(heads, max(1, heads // 4))
+    if groups == heads:
+        log.warning("%s with n_heads=%d has n_kv_heads=%d by default: the same as mha", name, heads, groups)
+    return groups
+
+
+def _normed(norm: nn.Module, x: Tensor) -> Tensor:
+    """Normed in whatever dtype the norm computes, in the dtype of x."""
+    return norm(x).to(x.dtype)
+
+
+def _check(head_dim: int, window: int | None, scale: float | None, softcap: float | None, dropout: float,
+           rope_base: float) -> None:
+    for name, value, fine, wanted in (("head_dim", head_dim, head_dim >= 1, "at least 1"),
+                                      ("window", window, window is None or window >= 1, "at least 1"),
+                                      ("scale", scale, scale is None or scale > 0, "above 0"),
+                                      ("softcap", softcap, softcap is None or softcap > 0, "above 0"),
+                                      ("dropout", dropout, 0 <= dropout < 1, "at least 0 and below 1"),
+                                      ("rope_base", rope_base, rope_base > 1, "above 1")):
+        if not fine:
+            raise ValueError(f"{name}={value} must be {wanted}")

@@ -1,0 +1,174 @@
+"""Key/value caches: what attention mixers remember.
+
+Entries are head-major, [B, G, slots, K], which decode reads fastest. Without gradients they are written in place and grow by
+doubling; with gradients every write makes a new tensor. `growing` keeps everything; `ring` keeps the last W tokens, token p
+in slot p mod W. Both give the keys and values to attend to, with positions and documents where packing needs them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mixers.base import State, take
+
+# A position that no query reaches: the slot is empty.
+_NEVER = 2**30
+
+
+@dataclass(frozen=True)
+class Attended:
+    """Arguments of `attention`: k, v [B, S, G, K]; the rest [B, T] and [B, S], or None where nothing was packed."""
+
+    k: Tensor
+    v: Tensor
+    q_positions: Tensor | None = None
+    k_positions: Tensor | None = None
+    k_documents: Tensor | None = None
+    all_visible: bool = False
+
+
+def empty(batch: int, heads: int, key_dim: int, value_dim: int, like: Tensor) -> dict[str, Tensor]:
+    """A cache without tokens."""
+    return {"k": like.new_zeros(batch, heads, 0, key_dim), "v": like.new_zeros(batch, heads, 0, value_dim)}
+
+
+def growing(past: State, k: Tensor, v: Tensor, documents: Tensor | None) -> tuple[Attended, dict[str, Tensor]]:
+    """Append k, v [B, T, G, K] behind each row's last real token."""
+    time, end = k.shape[1], past.length + k.shape[1]
+    new = {"k": k.transpose(1, 2), "v": v.transpose(1, 2)}
+    if documents is None:
+        kept = {name: _append(past[name], past.length, t) for name, t in new.items()}
+        return Attended(*(_seen(kept[name], end) for name in new)), kept
+    slots = past["filled"][:, None].to(torch.int64) + torch.arange(time, device=k.device)
+    kept = {name: _scatter(past[name], end, slots, t) for name, t in new.items()}
+    ids = _documents(past, k.shape[0], past.length, documents)
+    kept["documents"] = _scatter(ids[:, None, :, None], end, slots, documents[:, None, :, None])[:, 0, :, 0]
+    places = torch.arange(end, device=k.device).expand(k.shape[0], -1)
+    return Attended(*(_seen(kept[name], end) for name in new), slots, places, kept["documents"][:, :end]), kept
+
+
+def ring(past: State, k: Tensor, v: Tensor, documents: Tensor | None, window: int) -> tuple[Attended, dict[str, Tensor]]:
+    """Keep the last `window` real tokens of each row; k, v [B, T, G, K] may be longer than that."""
+    batch, time = k.shape[:2]
+    new = {"k": k.transpose(1, 2), "v": v.transpose(1, 2)}
+    end = past.length + time
+    slots = min(end, window)
+    if documents is None:
+        if time == 1:
+            kept = {name: _write(past[name], past.length, window, t) for name, t in new.items()}
+            return Attended(*(_seen(kept[name], slots) for name in new), all_visible=True), kept
+        first = past.length - min(past.length, window - 1)
+        before = torch.arange(first, past.length, device=k.device) % window
+        attended = Attended(*(torch.cat([past[name].index_select(2, before).to(t.dtype), t], 2).transpose(1, 2)
+                              for name, t in new.items()))
+        filled = torch.tensor([[past.length]], device=k.device)
+        return attended, {name: _roll(past[name], t, slots, filled, time, window) for name, t in new.items()}
+    held = past["k"].shape[2]
+    filled = past["filled"][:, None].to(torch.int64)
+    q_positions = filled + torch.arange(time, device=k.device)
+    old = _tokens(held, filled, window, k.device)
+    k_positions = torch.cat([torch.where(old < 0, _NEVER, old), q_positions], 1)
+    ids = _documents(past, batch, held, documents)
+    attended = Attended(*(torch.cat([past[name].to(t.dtype), t], 2).transpose(1, 2) for name, t in new.items()),
+                        q_positions, k_positions, torch.cat([ids, documents], 1))
+    count = (documents > 0).sum(1, keepdim=True)
+    kept = {name: _roll(past[name], t, slots, filled, count, window) for name, t in new.items()}
+    kept["documents"] = _roll(ids[:, None, :, None], documents[:, None, :, None], slots, filled, count, window)[:, 0, :, 0]
+    return attended, kept
+
+
+def tail(past: Tensor, new: Tensor, documents: Tensor | None, past_documents: Tensor | None) -> dict[str, Tensor]:
+    """The last W - 1 real inputs [B, W - 1, D] after `new` [B, T, D], and their documents."""
+    width, inputs = past.shape[1], torch.cat([past.to(new.dtype), new], 1)
+    if documents is None:
+        return {"tail": inputs[:, inputs.shape[1] - width:].clone()}
+    last = (documents > 0).sum(1, keepdim=True) + torch.arange(width, device=new.device)
+    return {"tail": take(inputs, last), "documents": take(torch.cat([past_documents, documents], 1), last)}
+
+
+def tail_documents(past: State, documents: Tensor) -> Tensor:
+    """The ids of a tail's inputs; what was fed before any packing is one document of id 1."""
+    kept = past.get("documents")
+    if kept is not None:
+        return kept
+    width = past["tail"].shape[1]
+    ids = documents.new_zeros(documents.shape[0], width)
+    ids[:, max(width - past.length, 0):] = 1
+    return ids
+
+
+def _documents(past: State, batch: int, slots: int, like: Tensor) -> Tensor:
+    """The ids of a cache's slots [B, slots]; what was fed before any packing is one document of id 1."""
+    kept = past.get("documents")
+    return like.new_ones(batch, slots) if kept is None else kept
+
+
+def _in_place(cache: Tensor) -> bool:
+    return not torch.is_grad_enabled() and cache.is_inference() == torch.is_inference_mode_enabled()
+
+
+def _seen(cache: Tensor, slots: int) -> Tensor:
+    """The filled part, time before heads."""
+    return cache[:, :, :slots].transpose(1, 2)
+
+
+def _room(cache: Tensor, filled: int, slots: int, like: Tensor, limit: int | None = None) -> Tensor:
+    """The cache with at least that many slots: at least doubled when it must grow, but not past `limit`."""
+    if cache.shape[2] >= slots and (filled or cache.dtype == like.dtype):
+        return cache
+    size = max(slots, 2 * cache.shape[2] if limit is None else min(2 * cache.shape[2], limit))
+    # The first tokens decide the dtype: under autocast the projections' one, not that of the residual stream.
+    dtype = cache.dtype if filled else like.dtype
+    grown = like.new_zeros(*cache.shape[:2], size, cache.shape[3], dtype=dtype)
+    grown[:, :, :cache.shape[2]] = cache
+    return grown
+
+
+def _append(cache: Tensor, filled: int, new: Tensor) -> Tensor:
+    if not _in_place(cache):
+        return torch.cat([cache[:, :, :filled], new.to(cache.dtype)], 2) if filled else new
+    cache = _room(cache, filled, filled + new.shape[2], new)
+    cache[:, :, filled:filled + new.shape[2]] = new
+    return cache
+
+
+def _write(cache: Tensor, length: int, window: int, new: Tensor) -> Tensor:
+    """One more token behind `length` others in a ring."""
+    filled, slot = min(length, window), length % window
+    if not _in_place(cache):
+        new = new.to(cache.dtype) if filled else new
+        before, after = cache[:, :, :slot], cache[:, :, slot + 1:filled]
+        return torch.cat([before, new, after], 2) if filled else new
+    cache = _room(cache, filled, slot + 1, new, limit=window)
+    cache[:, :, slot:slot + 1] = new
+    return cache
+
+
+def _scatter(cache: Tensor, end: int, slots: Tensor, new: Tensor) -> Tensor:
+    """New entries [B, G, T, K] at per-row slots [B, T]; trailing pads land past the fill and are overwritten next time."""
+    grown = _room(cache, cache.shape[2], end, new)
+    index = slots[:, None, :, None].expand_as(new)
+    if grown is not cache and not torch.is_grad_enabled() or _in_place(cache):
+        return grown.scatter_(2, index, new.to(grown.dtype))
+    return grown.scatter(2, index, new.to(grown.dtype))
+
+
+def _tokens(slots: int, filled: Tensor, window: int, device: torch.device) -> Tensor:
+    """Which token [B, slots] each slot of a ring holds after `filled` [B, 1] tokens; negative: none."""
+    return filled - 1 - (filled - 1 - torch.arange(slots, device=device)) % window
+
+
+def _roll(cache: Tensor, new: Tensor, slots: int, filled: Tensor, count: Tensor | int, window: int) -> Tensor:
+    """A ring of that many slots after `count` [B, 1] more tokens of `new` [B, G, T, K]."""
+    if not new.shape[2]:
+        return cache
+    old = cache
+    if cache.shape[2] < slots:
+        filler = new.new_zeros(*cache.shape[:2], slots - cache.shape[2], cache.shape[3])
+        old = torch.cat([cache.to(new.dtype) if not cache.shape[2] else cache, filler], 2)
+    fresh = (_tokens(old.shape[2], filled + count, window, new.device) - filled)[:, None, :, None]
+    picked = new.gather(2, fresh.clamp(0, new.shape[2] - 1).expand(*old.shape))
+    return torch.where(fresh >= 0, picked.to(old.dtype), old)

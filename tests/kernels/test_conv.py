@@ -1,0 +1,71 @@
+"""kernels/conv against sums over taps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernels import backend, flops
+from kernels.conv.op import causal_conv
+
+IDS = torch.tensor([[1, 1, 2, 2, 2, 0], [3, 3, 3, 3, 4, 4]], dtype=torch.int32)
+
+
+def by_taps(x, weight, bias, tail, ids, tail_ids):
+    batch, time, _ = x.shape
+    width = len(weight)
+    inputs = torch.cat([tail, x], 1)
+    all_ids = torch.cat([tail_ids, ids], 1)
+    y = bias.expand_as(x).clone()
+    for b in range(batch):
+        for t in range(time):
+            for i in range(width):
+                if all_ids[b, t + i] == ids[b, t]:
+                    y[b, t] += weight[i] * inputs[b, t + i]
+    return y
+
+
+@pytest.mark.parametrize("implementation", ["portable", "reference"])
+@pytest.mark.parametrize("width", [1, 2, 4, 9])
+@pytest.mark.parametrize("packed", [False, True])
+def test_equals_sum_over_taps(implementation, width, packed):
+    torch.manual_seed(width)
+    x, weight, bias = torch.randn(2, 6, 3).double(), torch.randn(width, 3).double(), torch.randn(3).double()
+    tail = torch.randn(2, width - 1, 3).double()
+    ids = IDS if packed else torch.ones_like(IDS)
+    tail_ids = torch.randint(0, 3, (2, width - 1), dtype=torch.int32) if packed else torch.ones(2, width - 1, dtype=torch.int32)
+    expected = by_taps(x, weight, bias, tail, ids, tail_ids)
+    with backend.using(implementation):
+        got = causal_conv(x, weight, bias, tail=tail, **(dict(documents=ids, tail_documents=tail_ids) if packed else {}))
+    real = ids > 0
+    assert torch.allclose(got[real], expected[real], atol=1e-12)
+
+
+def test_last_tap_is_the_present_token():
+    x = torch.tensor([[[1.0], [10.0], [100.0]]])
+    assert causal_conv(x, torch.tensor([[2.0], [1.0]])).flatten().tolist() == [1, 12, 120]
+
+
+def test_gradients_match_finite_differences():
+    x, weight, tail = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((2, 6, 2), (3, 2), (2, 2, 2)))
+    tail_ids = torch.tensor([[0, 1], [3, 3]], dtype=torch.int32)
+    assert torch.autograd.gradcheck(
+        lambda x, w, t: causal_conv(x, w, tail=t, documents=IDS, tail_documents=tail_ids), (x, weight, tail))
+
+
+@pytest.mark.parametrize(("time", "width"), [(1, 4), (3, 4), (9, 4), (5, 1)])
+def test_flops_count_the_taps_inside_the_row(time, width):
+    taps = sum(1 for t in range(time) for i in range(width) if t - i >= 0)
+    with flops.FlopCounter() as counter:
+        causal_conv(torch.empty(2, time, 3), torch.empty(width, 3))
+    assert counter.total == 2 * 2 * 3 * taps
+    with flops.FlopCounter() as counter:
+        causal_conv(torch.empty(2, time, 3), torch.empty(width, 3), tail=torch.empty(2, width - 1, 3))
+    assert counter.total == 2 * 2 * 3 * time * width
+
+
+def test_bad_input_is_named():
+    x = torch.zeros(1, 4, 3)
+    with pytest.raises(ValueError, match=r"weight must be \[W, 3\]"):
+        causal_conv(x, torch.zeros(4, 2))
+    with pytest.raises(ValueError, match="tail must have shape"):
+        causal_conv(x, torch.zeros(4, 3), tail=torch.zeros(1, 4, 3))

@@ -1,0 +1,52 @@
+"""The counting mode: what is counted, what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernels.attention.op import attention
+from kernels.flops import FlopCounter
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+
+def test_matrix_products_count_two_a_multiply_add():
+    with FlopCounter() as count:
+        linear(torch.empty(2, 3, 5, device="meta"), torch.empty(7, 5, device="meta"))
+        torch.einsum("bik,bkj->bij", torch.empty(2, 3, 4, device="meta"), torch.empty(2, 4, 5, device="meta"))
+    assert count.total == 2 * 2 * 3 * 5 * 7 + 2 * 2 * 3 * 4 * 5
+
+
+def test_elementwise_work_is_not_counted():
+    x = torch.empty(4, 8, device="meta")
+    with FlopCounter() as count:
+        (x * x + x).exp().sum()
+    assert count.total == 0
+
+
+def test_our_ops_count_nothing_inside():
+    """On live tensors the portable form would run matrix products; only the formula may be counted."""
+    q = torch.randn(1, 4, 1, 8)
+    with FlopCounter() as count:
+        attention(q, q, q)
+    assert dict(count.flops) == {"attention": 4 * 8 * 10}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_foreign_attention_is_tagged_as_densely_counted(device):
+    q = torch.empty(1, 2, 16, 8, device=device)
+    with FlopCounter() as fused:
+        scaled_dot_product_attention(q, q, q, is_causal=True)
+    with FlopCounter() as eager:
+        (q @ q.transpose(-1, -2)).masked_fill(torch.ones(16, 16, dtype=torch.bool, device=device).triu(1), float("-inf")).softmax(-1) @ q
+    assert fused.dense and eager.dense
+    assert fused.total == eager.total == 4 * 2 * 16 * 16 * 8
+
+
+def test_custom_operator_without_a_formula_is_refused():
+    @torch.library.custom_op("mixerlab_test::mystery", mutates_args=())
+    def mystery(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    mystery.register_fake(torch.empty_like)
+    with pytest.raises(ValueError, match="mixerlab_test.mystery has no FLOP formula"), FlopCounter():
+        mystery(torch.empty(3, device="meta"))

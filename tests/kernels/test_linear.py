@@ -1,0 +1,149 @@
+"""kernels/linear against sums over pairs, in float64."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from kernels import backend, flops
+from kernels.linear import portable
+from kernels.linear.op import linear_attention
+
+
+@pytest.fixture(params=("portable", "reference"))
+def implementation(request):
+    with backend.using(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(portable, "CHUNK", 4)
+
+
+def by_pairs(q, k, v, normalise, ids=None, log_decay=None, causal=True):
+    """sum_j (q_i . k_j) exp(sum of log-decay over (j, i]) v_j over visible j, divided by the same sum without v."""
+    batch, time, heads, _ = q.shape
+    y = torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float64)
+    for b in range(batch):
+        for h in range(heads):
+            for i in range(time):
+                total = 0.0
+                for j in range(i + 1 if causal else time):
+                    if ids is not None and (ids[b, i] != ids[b, j] or ids[b, i] == 0):
+                        continue
+                    real = [t for t in range(j + 1, i + 1) if ids is None or ids[b, t] > 0]
+                    decay = 1.0 if log_decay is None else float(torch.exp(log_decay[b, real, h].sum()))
+                    weight = float(q[b, i, h] @ k[b, j, h]) * decay
+                    y[b, i, h] += weight * v[b, j, h]
+                    total += weight
+                if normalise and total:
+                    y[b, i, h] /= total
+    return y
+
+
+def inputs(time=11, batch=2, heads=3, key_dim=5, value_dim=4, grad=False):
+    torch.manual_seed(time)
+    q, k = (torch.rand(batch, time, heads, key_dim, dtype=torch.float64, requires_grad=grad) for _ in range(2))
+    return q, k, torch.randn(batch, time, heads, value_dim, dtype=torch.float64, requires_grad=grad)
+
+
+IDS = torch.tensor([[1, 1, 1, 2, 2, 2, 2, 2, 5, 0, 0], [3, 3, 3, 3, 3, 3, 3, 4, 4, 4, 4]], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("kind", ["causal", "bidirectional", "decay"])
+def test_equals_sum_over_pairs(implementation, small_chunks, packed, normalise, kind):
+    q, k, v = inputs()
+    ids = IDS if packed else None
+    log_decay = -torch.rand(2, 11, 3, dtype=torch.float64) if kind == "decay" else None
+    expected = by_pairs(q, k, v, normalise, ids, log_decay, kind != "bidirectional")
+    y, kv, z = linear_attention(q, k, v, normalise=normalise, documents=ids, log_decay=log_decay, causal=kind != "bidirectional")
+    real = torch.ones(2, 11, dtype=torch.bool) if ids is None else ids > 0
+    assert torch.allclose(y[real], expected[real], atol=1e-12)
+    assert (kv is None) == (kind == "bidirectional") and (z is not None) == (normalise and kind != "bidirectional")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("cuts", [[0, 5, 11], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [0, 0, 9, 11]], ids=str)
+def test_state_carries_over_any_cut(implementation, small_chunks, packed, cuts):
+    """C02, C07: both the state and the normaliser go on."""
+    q, k, v = inputs()
+    log_decay = -torch.rand(2, 11, 3, dtype=torch.float64)
+    whole = linear_attention(q, k, v, log_decay=log_decay, documents=IDS if packed else None)
+    kv = z = document = None
+    pieces = []
+    for a, b in pairwise(cuts):
+        part = dict(documents=IDS[:, a:b], document=document) if packed else {}
+        y, kv, z = linear_attention(q[:, a:b], k[:, a:b], v[:, a:b], log_decay=log_decay[:, a:b], kv=kv, z=z, **part)
+        pieces.append(y)
+        document = IDS[:, :b].amax(1) if packed and b else torch.zeros(2, dtype=torch.int32)
+    real = IDS > 0 if packed else torch.ones(2, 11, dtype=torch.bool)
+    assert torch.allclose(torch.cat(pieces, 1)[real], whole[0][real], atol=1e-12)
+    assert torch.allclose(kv, whole[1], atol=1e-12) and torch.allclose(z, whole[2], atol=1e-12)
+
+
+def test_gradients_pass_through_state_in_and_out(implementation, small_chunks):
+    q, k, v = inputs(time=6, batch=1, heads=1, key_dim=2, value_dim=2, grad=True)
+    kv, z = torch.rand(1, 1, 2, 2).double().requires_grad_(), torch.rand(1, 1, 2).double().requires_grad_()
+    log_decay = (-torch.rand(1, 6, 1).double()).requires_grad_()
+    ids, document = torch.tensor([[2, 2, 2, 3, 3, 0]]), torch.tensor([2])
+
+    def run(q, k, v, kv, z, log_decay):
+        return linear_attention(q, k, v, kv=kv, z=z, log_decay=log_decay, documents=ids, document=document)
+
+    assert torch.autograd.gradcheck(run, (q, k, v, kv, z, log_decay))
+
+
+@pytest.mark.parametrize("time", [1, 63, 64, 65, 127, 1025])
+def test_chunked_equals_recurrence_at_odd_lengths(time):
+    q, k, v = inputs(time=time, batch=1, heads=2)
+    with backend.using("reference"):
+        expected = linear_attention(q, k, v)
+    got = linear_attention(q, k, v)
+    assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("log_decay", [-0.5, -8.0])
+def test_strong_decay_does_not_overflow(log_decay):
+    """C09: the decay is masked before it is exponentiated, forward and backward."""
+    q, k, v = inputs(time=256, batch=1, heads=1, grad=True)
+    decay = torch.full((1, 256, 1), log_decay, dtype=torch.float64, requires_grad=True)
+    y = linear_attention(q, k, v, log_decay=decay, normalise=False)[0]
+    with backend.using("reference"):
+        expected = linear_attention(q, k, v, log_decay=decay, normalise=False)[0]
+    assert torch.allclose(y, expected, atol=1e-10)
+    got, wanted = (torch.autograd.grad(out.sum(), (q, k, v, decay)) for out in (y, expected))
+    assert all(torch.isfinite(a).all() and torch.allclose(a, b, atol=1e-8) for a, b in zip(got, wanted, strict=True))
+
+
+def test_state_is_at_least_fp32(implementation):
+    q, k, v = (t.to(torch.bfloat16) for t in inputs())
+    y, kv, z = linear_attention(q, k, v)
+    assert y.dtype == torch.bfloat16 and kv.dtype == z.dtype == torch.float32
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+def test_flops_are_the_multiply_adds_of_the_recurrence(normalise):
+    batch, time, heads, key_dim, value_dim = 2, 7, 3, 5, 4
+    count = 0
+    for _ in range(batch * time * heads):
+        count += key_dim * value_dim + key_dim * value_dim  # S += k v^T, then q S
+        count += 2 * key_dim if normalise else 0  # z += k (one weight of 1), then q . z
+    q, v = torch.empty(batch, time, heads, key_dim), torch.empty(batch, time, heads, value_dim)
+    with flops.FlopCounter() as counter:
+        linear_attention(q, q, v, normalise=normalise)
+    assert counter.total == 2 * count
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (dict(causal=False, log_decay=torch.zeros(3).double()), "causal=False has no decay"),
+    (dict(kv=torch.zeros(2, 3, 4, 4)), r"kv must have shape \[2, 3, 5, 4\]"),
+    (dict(kv=torch.zeros(2, 3, 5, 4), documents=IDS), "needs `document`"),
+    (dict(log_decay=torch.zeros(2)), "log_decay must have shape")],
+    ids=lambda part: None if isinstance(part, dict) else part[:12])
+def test_bad_input_is_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        linear_attention(*inputs(), **change)
