@@ -38,7 +38,8 @@ class ShortConvolution(Mixer):
         if past is None:
             return causal_conv(x, self.weight, documents=documents), {}
         ids = None if documents is None else cache.tail_documents(past, documents)
-        # An empty past is no tail: its zeros are no taps, and cost nothing.
-        tail = past["tail"] if past.length else None
-        y = causal_conv(x, self.weight, tail=tail, documents=documents, tail_documents=ids)
+        # Only the part that was fed: the zeros before it are no taps and cost nothing.
+        unfed = max(len(self.weight) - 1 - past.length, 0)
+        y = causal_conv(x, self.weight, tail=past["tail"][:, unfed:], documents=documents,
+                        tail_documents=None if ids is None else ids[:, unfed:])
         return y, cache.tail(past["tail"], x, documents, ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kernels import backend, flops
 from kernels.conv import portable, reference
@@ -17,9 +18,9 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tail: 
 
     Args:
         x: [B, T, D]; weight: [W, D]; bias: [D].
-        tail: [B, W - 1, D], the inputs before x; None: zeros.
+        tail: [B, P, D], the inputs before x, P <= W - 1; what is before them is zero. None: P = 0.
         documents: [B, T] integers: a tap of another document gives nothing.
-        tail_documents: [B, W - 1]; needed with `documents` and `tail`.
+        tail_documents: [B, P]; needed with `documents` and `tail`.
     Returns:
         [B, T, D]
     Raises:
@@ -29,24 +30,27 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tail: 
     taps = weight.shape[0]
     if weight.dim() != 2 or weight.shape[1] != width or taps < 1:
         raise ValueError(f"weight must be [W, {width}] with W >= 1 for x {list(x.shape)}; got {list(weight.shape)}")
-    if tail is not None and tail.shape != (batch, taps - 1, width):
-        raise ValueError(f"tail must have shape {[batch, taps - 1, width]}; got {list(tail.shape)}")
-    if documents is not None and tail is not None and tail_documents is None:
-        raise ValueError("a tail with `documents` needs `tail_documents`")
+    tail = x[:, :0] if tail is None else tail.to(x.dtype)
+    if tail.dim() != 3 or tail.shape[1] >= taps or tail.shape[::2] != x.shape[::2]:
+        raise ValueError(f"tail must have shape [{batch}, up to {taps - 1}, {width}]; got {list(tail.shape)}")
+    if documents is not None and tail.shape[1] and (tail_documents is None or tail_documents.shape != tail.shape[:2]):
+        raise ValueError(f"a tail with `documents` needs `tail_documents` {list(tail.shape[:2])}")
     if count := flops.counter():
-        count.record("causal_conv", causal_conv_flops(x.shape, taps, tail is not None))
+        count.record("causal_conv", causal_conv_flops(x.shape, taps, tail.shape[1]))
         return torch.empty_like(x)
-    tail = x.new_zeros(batch, taps - 1, width) if tail is None else tail.to(x.dtype)
+    missing = taps - 1 - tail.shape[1]
+    inputs = pad(torch.cat([tail, x], 1), (0, 0, missing, 0))
     all_documents = None
     if documents is not None:
-        before = documents.new_zeros(batch, taps - 1) if tail_documents is None else tail_documents.to(documents.dtype)
-        all_documents = torch.cat([before, documents], 1)
+        before = documents[:, :0] if tail_documents is None else tail_documents.to(documents.dtype)
+        all_documents = pad(torch.cat([before, documents], 1), (missing, 0))
     run = backend.implementation("causal_conv", IMPLEMENTATIONS, x)
-    return run(x, weight, bias, torch.cat([tail, x], 1), documents, all_documents)
+    return run(x, weight, bias, inputs, documents, all_documents)
 
 
-def causal_conv_flops(x: tuple[int, ...], taps: int, tail: bool = False) -> int:
-    """2 FLOPs a channel and tap that lies inside of the row (all of them when there is a tail)."""
+def causal_conv_flops(x: tuple[int, ...], taps: int, before: int = 0) -> int:
+    """2 FLOPs a channel and tap that lies inside of the row, `before` inputs in front of it included."""
     batch, time, width = x
-    inside = time * taps if tail else sum(min(i + 1, taps) for i in range(min(time, taps))) + max(time - taps, 0) * taps
+    early = min(time, max(taps - 1 - before, 0))
+    inside = sum(before + i + 1 for i in range(early)) + (time - early) * taps
     return 2 * batch * width * inside

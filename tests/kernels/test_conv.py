@@ -52,15 +52,19 @@ def test_gradients_match_finite_differences():
         lambda x, w, t: causal_conv(x, w, tail=t, documents=IDS, tail_documents=tail_ids), (x, weight, tail))
 
 
-@pytest.mark.parametrize(("time", "width"), [(1, 4), (3, 4), (9, 4), (5, 1)])
+@pytest.mark.parametrize(("time", "width"), [(1, 4), (3, 4), (9, 4), (5, 1), (0, 3)])
 def test_flops_count_the_taps_inside_the_row(time, width):
-    taps = sum(1 for t in range(time) for i in range(width) if t - i >= 0)
-    with flops.FlopCounter() as counter:
-        causal_conv(torch.empty(2, time, 3), torch.empty(width, 3))
-    assert counter.total == 2 * 2 * 3 * taps
-    with flops.FlopCounter() as counter:
-        causal_conv(torch.empty(2, time, 3), torch.empty(width, 3), tail=torch.empty(2, width - 1, 3))
-    assert counter.total == 2 * 2 * 3 * time * width
+    for before in range(width):
+        taps = sum(1 for t in range(time) for i in range(width) if t - i >= -before)
+        with flops.FlopCounter() as counter:
+            causal_conv(torch.empty(2, time, 3), torch.empty(width, 3), tail=torch.empty(2, before, 3))
+        assert counter.total == 2 * 2 * 3 * taps
+
+
+def test_a_short_tail_is_one_with_zeros_in_front():
+    x, weight, tail = torch.randn(2, 5, 3), torch.randn(4, 3), torch.randn(2, 1, 3)
+    full = torch.cat([torch.zeros(2, 2, 3), tail], 1)
+    assert torch.equal(causal_conv(x, weight, tail=tail), causal_conv(x, weight, tail=full))
 
 
 def test_bad_input_is_named():

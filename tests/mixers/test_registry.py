@@ -1,0 +1,132 @@
+"""From names and options to mixers: every wrong one is named."""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal
+
+import pytest
+import torch
+from mixers import registry
+from mixers.base import Mixer
+from mixers.options import call, defaults
+from mixers.parts import head_count
+
+
+def example(width: int, *, rate: float = 1.0, kind: Literal["a", "abc"] = "a", count: int | None = None, on: bool = False,
+            sizes: list[int] | tuple[int, ...] = (1, 2), name: str = "x", mixed: int | Literal["auto"] = "auto"):
+    return locals()
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (dict(rat=1.0), r"thing has no option 'rat' \(did you mean 'rate'\?\); options: rate, kind"),
+    (dict(rate="fast"), "thing: rate='fast' must be a number"), (dict(rate=True), "thing: rate=True must be a number"),
+    (dict(kind="abd"), r"thing: kind='abd' is not allowed \(did you mean 'abc'\?\); allowed: a, abc"),
+    (dict(count=1.5), "thing: count=1.5 must be a whole number or null"), (dict(count=True), "count=True must be"),
+    (dict(on=1), "thing: on=1 must be true or false"), (dict(sizes=3), "thing: sizes=3 must be a list"),
+    (dict(sizes=[1, "b"]), "sizes=.* must be a list of whole numbers"), (dict(name=None), "name=None must be a text"),
+    (dict(mixed="aut"), "mixed='aut' is not allowed .did you mean 'auto'.*")])
+def test_wrong_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        call(example, options, "thing", width=3)
+
+
+def test_right_options_pass_with_an_int_as_a_float():
+    got = call(example, dict(rate=2, kind="abc", count=None, on=True, sizes=[3], mixed=4), "thing", width=3)
+    assert got["rate"] == 2.0 and isinstance(got["rate"], float)
+    assert (got["kind"], got["on"], list(got["sizes"]), got["mixed"], got["width"]) == ("abc", True, [3], 4, 3)
+
+
+def test_a_missing_option_and_a_fixed_one_are_named():
+    with pytest.raises(ValueError, match="thing needs the option 'width'"):
+        call(example, {}, "thing")
+    with pytest.raises(ValueError, match="thing has no option 'width'"):
+        call(example, dict(width=4), "thing", width=3)
+
+
+def test_a_constructor_that_swallows_options_is_refused():
+    def loose(**options):
+        return options
+
+    with pytest.raises(ValueError, match="takes \\*options: the signature is the config"):
+        call(loose, dict(a=1), "thing")
+
+
+def test_defaults_are_the_signature():
+    assert defaults(example)["kind"] == "a" and "width" not in defaults(example)
+
+
+def test_names_options_and_build():
+    assert registry.names()[:6] == ["mha", "gqa", "mqa", "window", "linear", "based"]
+    assert registry.options("based") == {"n_heads": None, "feature_dim": 16, "causal": True, "bias": False}
+    assert registry.build("gqa", 64, n_heads=4, n_kv_heads=2).n_kv_heads == 2
+
+
+@pytest.mark.parametrize(("name", "options", "message"), [
+    ("gqaa", {}, r"unknown mixer 'gqaa' \(did you mean 'gqa'\?\); registered: mha, gqa"),
+    ("gqa", dict(n_head=2), r"mixer 'gqa' has no option 'n_head' \(did you mean 'n_heads'\?\)"),
+    ("mha", dict(n_heads=5), "n_heads=5 must divide d_model=64"), ("mha", dict(n_heads=0), "n_heads=0 must divide"),
+    ("gqa", dict(n_heads=4, n_kv_heads=3), "n_heads=4 must be a multiple of n_kv_heads=3"),
+    ("window", dict(window=0), "window=0 must be at least 1"), ("mha", dict(position="rop"), "did you mean 'rope'"),
+    ("mha", dict(head_dim=5, n_heads=2), "head_dim=5 must be an even number"), ("mha", dict(softcap=0.0), "softcap=0.0"),
+    ("mha", dict(dropout=1.0), "dropout=1.0"), ("mha", dict(rope_fraction=0.0), "rope_fraction=0.0"),
+    ("based", dict(feature_dim=0), "feature_dim=0 must be at least 1"), ("linear", dict(feature_map="relu2"), "allowed: elu")])
+def test_wrong_mixers_are_named(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        registry.build(name, 64, **options)
+
+
+def test_default_heads():
+    assert [head_count(d, None) for d in (64, 128, 96, 768, 100, 8)] == [1, 2, 1, 12, 1, 1]
+    assert registry.build("gqa", 768).n_kv_heads == 3
+    assert registry.build("gqa", 90, n_heads=9).n_kv_heads == 1  # 9 // 4 = 2 does not divide 9
+    assert registry.build("mqa", 256).n_kv_heads == 1
+
+
+def test_gqa_that_is_mha_says_so(caplog):
+    with caplog.at_level(logging.WARNING):
+        registry.build("gqa", 64)
+    assert "the same as mha" in caplog.text
+
+
+@pytest.fixture
+def clean_registry(monkeypatch):
+    registry.names()
+    monkeypatch.setattr(registry, "_classes", dict(registry._classes))
+
+
+def test_register_adds_a_class_and_refuses_clashes(clean_registry):
+    @registry.register("mine")
+    class Mine(Mixer):
+        def __init__(self, d_model: int, *, power: int = 2):
+            super().__init__()
+            self.power = power
+
+        def whole(self, x):
+            return x ** self.power
+
+    assert registry.names()[-1] == "mine" and registry.options("mine") == {"power": 2}
+    assert registry.build("mine", 4, power=3)(torch.full((1, 1, 4), 2.0))[0, 0, 0] == 8
+    assert registry.register("mine")(Mine) is Mine
+    for name, cls, message in (("mha", Mine, "name 'mha' is taken by mixers.mha"), ("mlp", Mine, "none of mlp"),
+                               ("my mixer", Mine, "must be an identifier"), ("other", int, "no subclass of")):
+        with pytest.raises(ValueError, match=message):
+            registry.register(name)(cls)
+
+
+@pytest.mark.parametrize(("name", "options"), [
+    (name, {option: value}) for name in registry.names() for option, value in {
+        "n_heads": 2, "n_kv_heads": 2, "head_dim": 6, "window": 3, "causal": False, "position": "none", "rope_base": 7.0,
+        "rope_fraction": 0.5, "bias": True, "qk_norm": True, "scale": 1.0, "softcap": 0.1, "dropout": 0.5, "feature_dim": 3,
+    }.items() if option in registry.options(name)], ids=lambda v: "-".join(v) if isinstance(v, dict) else v)
+def test_every_option_has_an_effect(name, options):
+    """C42: parameters or outputs change with it."""
+    base = {"n_heads": 4} | ({"n_kv_heads": 1} if "n_kv_heads" in registry.options(name) else {})
+    outputs = []
+    for chosen in (base, base | options):
+        torch.manual_seed(0)
+        mixer = registry.build(name, 16, **chosen)
+        torch.manual_seed(1)
+        y = mixer(torch.randn(1, 9, 16))
+        outputs.append((y, [tuple(p.shape) for p in mixer.parameters()]))
+    assert outputs[0][1] != outputs[1][1] or not torch.allclose(outputs[0][0], outputs[1][0])
