@@ -36,7 +36,7 @@ class LanguageModel(nn.Module):
         tied: the head is the embedding's transpose.
         logit_softcap: logits become cap * tanh(logit / cap).
         dropout: of sublayer outputs and the embedding.
-        init_std: of the initial normal; see `arch.init`.
+        init_std: of the initial normal; None: 0.02 for embeddings, 1 / sqrt(inputs) for linear layers, see `arch.init`.
     Raises:
         ValueError: any option that does not fit; says which.
     """
@@ -46,11 +46,11 @@ class LanguageModel(nn.Module):
                  norm: Literal["rmsnorm", "layernorm"] = "rmsnorm", sandwich: bool = False, bias: bool = False,
                  convolution: int | None = None, parallel: Literal["sum", "mean", "normed_mean"] = "sum",
                  position: Position = "none", max_length: int = 2048, tied: bool = True, logit_softcap: float | None = None,
-                 dropout: float = 0.0, init_std: float = 0.02):
+                 dropout: float = 0.0, init_std: float | None = None):
         super().__init__()
         _check(vocabulary=(vocabulary, vocabulary >= 1, "at least 1"), d_model=(d_model, d_model >= 1, "at least 1"),
                logit_softcap=(logit_softcap, logit_softcap is None or logit_softcap > 0, "above 0"),
-               dropout=(dropout, 0 <= dropout < 1, "at least 0 and below 1"), init_std=(init_std, init_std > 0, "above 0"))
+               dropout=(dropout, 0 <= dropout < 1, "at least 0 and below 1"), init_std=(init_std, init_std is None or init_std > 0, "above 0"))
         options = BlockOptions(mlp, mlp_width, norm, sandwich, bias, convolution, parallel, dropout)
         self.vocabulary, self.logit_softcap = vocabulary, logit_softcap
         self.embedding = mark(nn.Embedding(vocabulary, d_model), no_decay=True)

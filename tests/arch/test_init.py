@@ -17,19 +17,21 @@ def build(**options):
                          **({"tied": False, "norm": "layernorm", "bias": True} | options))
 
 
-def test_matrices_are_normal_and_residual_outputs_scaled_by_the_depth():
-    model = build()
+@pytest.mark.parametrize("std", [None, 0.05])
+def test_matrices_are_normal_and_residual_outputs_scaled_by_the_depth(std):
+    model = build(init_std=std)
     for name, module, own, parameter in own_parameters(model):
         if parameter.dim() < 2 or "convolution" in name:
             continue
-        expected = 0.02 / 8 ** 0.5 if "residual" in marked(module, own) else 0.02
+        expected = std or (0.02 if isinstance(module, torch.nn.Embedding) else module.in_features ** -0.5)
+        expected /= 8 ** 0.5 if "residual" in marked(module, own) else 1
         assert parameter.std().item() == pytest.approx(expected, rel=0.05), name
     residual = {name for name, module, own, _ in own_parameters(model) if "residual" in marked(module, own) and own == "weight"}
     assert residual == {f"stack.blocks.{i}.{part}.weight" for i in range(4) for part in ("mixing.mixers.0.out", "mlp.mlp.down")}
 
 
 def test_without_mlps_there_are_half_as_many_residual_outputs():
-    out = build(mlp="none").stack.blocks[0].mixing.mixers[0].out.weight
+    out = build(mlp="none", init_std=0.02).stack.blocks[0].mixing.mixers[0].out.weight
     assert out.std().item() == pytest.approx(0.02 / 4 ** 0.5, rel=0.05)
 
 

@@ -58,7 +58,7 @@ def test_defaults_are_the_signature():
 
 def test_names_options_and_build():
     assert registry.names()[:6] == ["mha", "gqa", "mqa", "window", "linear", "based"]
-    assert registry.options("based") == {"n_heads": None, "feature_dim": 16, "causal": True, "bias": False}
+    assert registry.options("based") == {"n_heads": None, "feature_dim": 16, "scale": None, "causal": True, "bias": False}
     assert registry.build("gqa", 64, n_heads=4, n_kv_heads=2).n_kv_heads == 2
 
 
