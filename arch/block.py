@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,21 +51,22 @@ class MixerSublayer(Sublayer):
 
     def __init__(self, d_model: int, mixers: Sequence[Mixer], options: BlockOptions):
         super().__init__(d_model, options)
-        self.mixers = nn.ModuleList(mixers)
+        self.mixers = cast("Sequence[Mixer]", nn.ModuleList(mixers))
         self.parallel = options.parallel
-        wants = options.convolution is not None and not all(m.has_convolution for m in mixers)
-        self.convolution = ShortConvolution(d_model, width=options.convolution) if wants else None
+        width = None if all(m.has_convolution for m in mixers) else options.convolution
+        self.convolution = None if width is None else ShortConvolution(d_model, width=width)
         normed = len(mixers) > 1 and options.parallel == "normed_mean"
         self.norms = nn.ModuleList(options.make_norm(d_model) for _ in mixers) if normed else None
 
     def parts(self) -> dict[str, Mixer]:
         """The parts with a state, by the name that it has in the block's state."""
         single = len(self.mixers) == 1
-        named = {"mixer" if single else f"mixer.{i}": m for i, m in enumerate(self.mixers)}
+        named: dict[str, Mixer] = {"mixer" if single else f"mixer.{i}": m for i, m in enumerate(self.mixers)}
         return named if self.convolution is None else {"conv": self.convolution} | named
 
-    def mix(self, x: Tensor, past: State | None, documents: Tensor | None,
-            memory: Memory | None) -> tuple[Tensor, dict[str, Tensor]]:
+    def mix(
+        self, x: Tensor, past: State | None, documents: Tensor | None, memory: Memory | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Mixer.mix`."""
         normed = self.before(x)
         kept: dict[str, Tensor] = {}
@@ -126,11 +127,16 @@ class Block(Mixer):
 
     def remember(self, memory: Memory) -> dict[str, Tensor]:
         """The parts' memories under dotted names."""
-        return {f"{name}.{key}": t for name, part in self.parts().items() if part.takes_memory
-                for key, t in part.remember(memory).items()}
+        return {
+            f"{name}.{key}": t
+            for name, part in self.parts().items()
+            if part.takes_memory
+            for key, t in part.remember(memory).items()
+        }
 
-    def mix(self, x: Tensor, past: State | None, documents: Tensor | None,
-            memory: Memory | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    def mix(
+        self, x: Tensor, past: State | None, documents: Tensor | None, memory: Memory | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Mixer.mix`."""
         kept: dict[str, Tensor] = {}
         if self.mixing is not None:

@@ -1,8 +1,9 @@
 """What a model costs: parameters, FLOPs and state bytes, counted on the meta device and never declared.
 
-Convention: 2 FLOPs a multiply-add; attention by its visible pairs, linear attention by its recurrence, everything else by its
-matrix products; elementwise work is not counted; one unpacked sequence, logits of every token; backward = 2 x forward, no
-recomputation. State bytes are those of a real state after that many tokens; ids and positions are reported apart.
+Convention: 2 FLOPs a multiply-add; attention by its visible pairs, linear attention by its recurrence, everything else
+by its matrix products; elementwise work is not counted; one unpacked sequence, logits of every token; backward = 2 x
+forward, no recomputation. State bytes are those of a real state after that many tokens; ids and positions are reported
+apart.
 """
 
 from __future__ import annotations
@@ -48,11 +49,16 @@ class Cost:
 
     def metrics(self) -> dict[str, float]:
         """By the names that runs log; what does not exist is left out."""
-        named = {"parameters": self.parameters, "parameters_without_embeddings": self.parameters_without_embeddings,
-                 "flops_per_token_forward": self.flops_per_token_forward,
-                 "flops_per_token_train": self.flops_per_token_train,
-                 f"state_bytes_at_{self.length}": self.state_bytes,
-                 f"decode_flops_per_token_at_{self.length}": None if self.decode == "recompute" else self.decode_flops_per_token}
+        named = {
+            "parameters": self.parameters,
+            "parameters_without_embeddings": self.parameters_without_embeddings,
+            "flops_per_token_forward": self.flops_per_token_forward,
+            "flops_per_token_train": self.flops_per_token_train,
+            f"state_bytes_at_{self.length}": self.state_bytes,
+            f"decode_flops_per_token_at_{self.length}": None
+            if self.decode == "recompute"
+            else self.decode_flops_per_token,
+        }
         return {f"complexity/{name}": value for name, value in named.items() if value is not None}
 
 
@@ -69,19 +75,26 @@ def measure(model: LanguageModel, length: int) -> Cost:
     with torch.no_grad(), FlopCounter() as forward:
         model(tokens)
     state, decode = _after(model, length) if model.causal else (None, None)
-    return Cost(length=length, parameters=parameters(model),
-                parameters_without_embeddings=parameters(model) - _embeddings(model),
-                flops_per_token_forward=forward.total / length,
-                state_bytes=None if state is None else state.bytes,
-                bookkeeping_bytes=None if state is None else state.bookkeeping_bytes,
-                decode_flops_per_token=decode, decode=model.stack.decode, dense_counted=forward.dense)
+    return Cost(
+        length=length,
+        parameters=parameters(model),
+        parameters_without_embeddings=parameters(model) - _embeddings(model),
+        flops_per_token_forward=forward.total / length,
+        state_bytes=None if state is None else state.bytes,
+        bookkeeping_bytes=None if state is None else state.bookkeeping_bytes,
+        decode_flops_per_token=decode,
+        decode=model.stack.decode,
+        dense_counted=forward.dense,
+    )
 
 
 def on_meta(model: LanguageModel) -> LanguageModel:
     """The same model without values: no memory is copied."""
     tensors = [*model.parameters(), *model.buffers()]
-    memo = {id(t): (nn.Parameter(t.to("meta"), t.requires_grad) if isinstance(t, nn.Parameter) else t.to("meta"))
-            for t in tensors}
+    memo = {
+        id(t): (nn.Parameter(t.to("meta"), t.requires_grad) if isinstance(t, nn.Parameter) else t.to("meta"))
+        for t in tensors
+    }
     return copy.deepcopy(model, memo)
 
 

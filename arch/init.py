@@ -13,11 +13,11 @@ from mixers.parts import marked, own_parameters
 def initialise(model: nn.Module, std: float | None) -> None:
     """Linear layers and embeddings normal, biases 0, norms as they are.
 
-    The standard deviation is `std` everywhere; None: 0.02 for embeddings and 1 / sqrt(inputs) for linear layers, which is 0.02
-    at a width of 2500 and larger below (at a width of 64 a fixed 0.02 does not learn recall in 300 steps, 1 / sqrt(64) does).
-    Output projections into the residual stream are scaled by 1 / sqrt(number of them on the path): 1 / sqrt(2 layers) where
-    each layer has a mixer and an MLP (Radford et al. 2019, section 2.3). Parameters that their author marked as `own_init`,
-    and those that are no part of a Linear or Embedding, are left alone.
+    The standard deviation is `std` everywhere; None: 0.02 for embeddings and 1 / sqrt(inputs) for linear layers, which
+    is 0.02 at a width of 2500 and larger below (at a width of 64 a fixed 0.02 does not learn recall in 300 steps, 1 / 8
+    does). Output projections into the residual stream are scaled by 1 / sqrt(number of them on the path): that is
+    1 / sqrt(2 layers) where each layer has a mixer and an MLP (Radford et al. 2019, section 2.3). Parameters that their
+    author marked as `own_init`, and those that are no part of a Linear or Embedding, are left alone.
     """
     depth = _residual_depth(model)
     for _, module, name, parameter in own_parameters(model):
@@ -28,9 +28,9 @@ def initialise(model: nn.Module, std: float | None) -> None:
             nn.init.zeros_(parameter)
             continue
         # A tied head is met as the embedding first.
-        wide = 0.02 if isinstance(module, nn.Embedding) else module.in_features ** -0.5
+        wide = 0.02 if isinstance(module, nn.Embedding) else module.in_features**-0.5
         wide = wide if std is None else std
-        nn.init.normal_(parameter, std=wide / depth ** 0.5 if "residual" in marks else wide)
+        nn.init.normal_(parameter, std=wide / depth**0.5 if "residual" in marks else wide)
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -44,4 +44,6 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 def _residual_depth(model: nn.Module) -> int:
     """How many sublayers add to the residual stream, shared ones as often as they run."""
     stacks = [module for module in model.modules() if isinstance(module, Stack)]
-    return max(1, sum((block.mixing is not None) + (block.mlp is not None) for stack in stacks for block in stack.blocks))
+    return max(
+        1, sum((block.mixing is not None) + (block.mlp is not None) for stack in stacks for block in stack.blocks)
+    )

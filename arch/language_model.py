@@ -41,16 +41,36 @@ class LanguageModel(nn.Module):
         ValueError: any option that does not fit; says which.
     """
 
-    def __init__(self, layout: str, *, vocabulary: int, d_model: int = 64, n_layers: int | None = None,
-                 mixers: dict[str, Any] | None = None, mlp: Kind = "swiglu", mlp_width: int | None = None,
-                 norm: Literal["rmsnorm", "layernorm"] = "rmsnorm", sandwich: bool = False, bias: bool = False,
-                 convolution: int | None = None, parallel: Literal["sum", "mean", "normed_mean"] = "sum",
-                 position: Position = "none", max_length: int = 2048, tied: bool = True, logit_softcap: float | None = None,
-                 dropout: float = 0.0, init_std: float | None = None):
+    def __init__(
+        self,
+        layout: str,
+        *,
+        vocabulary: int,
+        d_model: int = 64,
+        n_layers: int | None = None,
+        mixers: dict[str, Any] | None = None,
+        mlp: Kind = "swiglu",
+        mlp_width: int | None = None,
+        norm: Literal["rmsnorm", "layernorm"] = "rmsnorm",
+        sandwich: bool = False,
+        bias: bool = False,
+        convolution: int | None = None,
+        parallel: Literal["sum", "mean", "normed_mean"] = "sum",
+        position: Position = "none",
+        max_length: int = 2048,
+        tied: bool = True,
+        logit_softcap: float | None = None,
+        dropout: float = 0.0,
+        init_std: float | None = None,
+    ):
         super().__init__()
-        _check(vocabulary=(vocabulary, vocabulary >= 1, "at least 1"), d_model=(d_model, d_model >= 1, "at least 1"),
-               logit_softcap=(logit_softcap, logit_softcap is None or logit_softcap > 0, "above 0"),
-               dropout=(dropout, 0 <= dropout < 1, "at least 0 and below 1"), init_std=(init_std, init_std is None or init_std > 0, "above 0"))
+        _check(
+            vocabulary=(vocabulary, vocabulary >= 1, "at least 1"),
+            d_model=(d_model, d_model >= 1, "at least 1"),
+            logit_softcap=(logit_softcap, logit_softcap is None or logit_softcap > 0, "above 0"),
+            dropout=(dropout, 0 <= dropout < 1, "at least 0 and below 1"),
+            init_std=(init_std, init_std is None or init_std > 0, "above 0"),
+        )
         options = BlockOptions(mlp, mlp_width, norm, sandwich, bias, convolution, parallel, dropout)
         self.vocabulary, self.logit_softcap = vocabulary, logit_softcap
         self.embedding = mark(nn.Embedding(vocabulary, d_model), no_decay=True)
@@ -91,7 +111,7 @@ class LanguageModel(nn.Module):
         return self.stack.start(batch, self.embedding.weight)
 
     def prefill(self, tokens: Tensor, packing: Packing | None = None) -> tuple[Tensor, State]:
-        """Prompts [B, T], ragged ones padded anywhere by `packing`: logits [B, T, vocabulary] and the state after them."""
+        """Prompts [B, T], padded anywhere by `packing`: logits [B, T, vocabulary] and the state after them."""
         return self.extend(tokens, self.start(tokens.shape[0]), packing)
 
     def extend(self, tokens: Tensor, state: State, packing: Packing | None = None) -> tuple[Tensor, State]:

@@ -18,7 +18,8 @@ def mlp(kind: Kind, d_model: int, width: int | None, bias: bool) -> nn.Module:
     """[B, T, D] -> [B, T, D].
 
     Args:
-        kind: "swiglu" or "geglu": down(act(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202); "gelu": down(gelu(up(x))).
+        kind: "swiglu" or "geglu": down(act(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202);
+            "gelu": down(gelu(up(x))).
         width: of the hidden layer; None: 8/3 d_model rounded up to a multiple of 8 with a gate, else 4 d_model.
     Raises:
         ValueError: width below 1.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,13 +30,21 @@ class Stack(Mixer):
     takes_memory = True
     has_convolution = True
 
-    def __init__(self, layout: str, d_model: int, n_layers: int | None, mixers: Mapping[str, Any], options: BlockOptions,
-                 position: Position, max_length: int):
+    def __init__(
+        self,
+        layout: str,
+        d_model: int,
+        n_layers: int | None,
+        mixers: Mapping[str, Any],
+        options: BlockOptions,
+        position: Position,
+        max_length: int,
+    ):
         super().__init__()
         chosen = mixer_options(mixers)
         self.layers = layers(layout, n_layers, chosen)
         self.used = {name: chosen[name] for layer in self.layers for name in layer.mixers if name != MLP}
-        self.blocks = nn.ModuleList(_blocks(self.layers, d_model, chosen, options))
+        self.blocks = cast("Sequence[Block]", nn.ModuleList(_blocks(self.layers, d_model, chosen, options)))
         self.norm = options.make_norm(d_model)
         self.position = PositionEmbedding(position, d_model, max_length)
         self.causal = all(block.causal for block in self.blocks)
@@ -49,8 +57,9 @@ class Stack(Mixer):
         """The blocks' memories under "<layer>.<part>"."""
         return {f"{i}.{key}": t for i, block in enumerate(self.blocks) for key, t in block.remember(memory).items()}
 
-    def mix(self, x: Tensor, past: State | None, documents: Tensor | None,
-            memory: Memory | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    def mix(
+        self, x: Tensor, past: State | None, documents: Tensor | None, memory: Memory | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Mixer.mix`."""
         x = self.position(x, past, documents)
         kept: dict[str, Tensor] = {}
@@ -61,7 +70,7 @@ class Stack(Mixer):
 
     @property
     def decode(self) -> str:
-        """"recompute" as soon as one mixer is so."""
+        """ "recompute" as soon as one mixer is so."""
         parts = [part for block in self.blocks for part in block.parts().values()]
         return "recompute" if any(part.decode == "recompute" for part in parts) else "state"
 
@@ -90,7 +99,9 @@ class PositionEmbedding(nn.Module):
         if end > self.max_length and not place.is_meta:
             real = place if documents is None else place.masked_fill(documents == 0, 0)
             if real.numel() and int(real.max()) >= self.max_length:
-                raise ValueError(f"position=learned was built for max_length={self.max_length}; got position {int(real.max())}")
+                raise ValueError(
+                    f"position=learned was built for max_length={self.max_length}; got position {int(real.max())}"
+                )
         return x + self.table(place.clamp(max=self.max_length - 1))
 
 
@@ -105,8 +116,8 @@ def mixer_options(mixers: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Every name that a layout may use -> {"mixer": registered name, option: value, ...}.
 
     Args:
-        mixers: {registered name: {option: value}}, or {alias: {"mixer": registered name, option: value}}; an alias starts
-            from the options given for its mixer.
+        mixers: {registered name: {option: value}}, or {alias: {"mixer": registered name, option: value}}; an alias
+            starts from the options given for its mixer.
     Raises:
         ValueError: an unknown mixer or option.
     """
@@ -115,10 +126,14 @@ def mixer_options(mixers: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         if not isinstance(options, Mapping):
             raise ValueError(f"model.mixers.{name}={options!r} must be a mapping of options")
         if name not in known and "mixer" not in options:
-            raise ValueError(f"model.mixers.{name} is no registered mixer{nearest(name, known)} and names none: give it "
-                             f"mixer: one of {', '.join(known)}")
+            raise ValueError(
+                f"model.mixers.{name} is no registered mixer{nearest(name, known)} and names none: give it "
+                f"mixer: one of {', '.join(known)}"
+            )
         if name in known and options.get("mixer", name) != name:
-            raise ValueError(f"model.mixers.{name} is a registered mixer and cannot be an alias of {options['mixer']!r}")
+            raise ValueError(
+                f"model.mixers.{name} is a registered mixer and cannot be an alias of {options['mixer']!r}"
+            )
         if name in registry.RESERVED:
             raise ValueError(f"model.mixers.{name}: the name is reserved ({', '.join(registry.RESERVED)})")
     base = {name: {"mixer": name} | dict(mixers.get(name, {})) for name in known}
@@ -130,12 +145,16 @@ def mixer_options(mixers: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         allowed = registry.options(options["mixer"])
         for option in options:
             if option != "mixer" and option not in allowed:
-                raise ValueError(f"model.mixers.{name}: mixer {options['mixer']!r} has no option {option!r}"
-                                 f"{nearest(option, allowed)}; options: {', '.join(allowed)}")
+                raise ValueError(
+                    f"model.mixers.{name}: mixer {options['mixer']!r} has no option {option!r}"
+                    f"{nearest(option, allowed)}; options: {', '.join(allowed)}"
+                )
     return base
 
 
-def _blocks(layout: tuple[Layer, ...], d_model: int, chosen: Mapping[str, Mapping[str, Any]], options: BlockOptions) -> list[Block]:
+def _blocks(
+    layout: tuple[Layer, ...], d_model: int, chosen: Mapping[str, Mapping[str, Any]], options: BlockOptions
+) -> list[Block]:
     with_mlp = options.mlp != "none" and all(layer.mixers != (MLP,) for layer in layout)
     if options.mlp == "none" and any(layer.mixers == (MLP,) for layer in layout):
         raise ValueError("model.mlp=none contradicts a layout with mlp layers")

@@ -1,8 +1,8 @@
 """The counting mode: floating-point operations of a forward pass, counted without running it.
 
-Convention: 2 FLOPs a multiply-add. A public op of `kernels` records the formula of its *algorithm*, whatever backend would
-run, returns empty tensors and counts nothing inside; everything else is counted by its matrix products and convolutions
-(elementwise work is not). Meant for the meta device.
+Convention: 2 FLOPs a multiply-add. A public op of `kernels` records the formula of its *algorithm*, whatever backend
+would run, returns empty tensors and counts nothing inside; everything else is counted by its matrix products and
+convolutions (elementwise work is not). Meant for the meta device.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ class FlopCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         packet = func._overloadpacket
-        if packet not in flop_registry and func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+        if packet not in flop_registry and func.has_kernel_for_dispatch_key(
+            torch._C.DispatchKey.CompositeImplicitAutograd
+        ):
             with self:
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
@@ -67,8 +69,10 @@ class FlopCounter(TorchDispatchMode):
         elif packet in flop_registry:
             self.flops[str(packet)] += int(flop_registry[packet](*args, **kwargs, out_val=result))
         elif func.namespace not in _OWN:
-            raise ValueError(f"the custom operator {packet} has no FLOP formula: register one with "
-                             "torch.utils.flop_counter.register_flop_formula")
+            raise ValueError(
+                f"the custom operator {packet} has no FLOP formula: register one with "
+                "torch.utils.flop_counter.register_flop_formula"
+            )
         self.dense |= fused or _over_pairs(name, result)
         return result
 

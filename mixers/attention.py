@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Literal
+from typing import Any, Literal
 
 from einops import rearrange
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ Position = Literal["rope", "none"]
 class Attention(Mixer):
     """Softmax attention of H query heads over G key/value heads, all of the past or its last W tokens.
 
-    With a memory the queries come from x and the keys and values from the memory: no mask but its documents, no positions.
+    With a memory the queries come from x and the keys and values from the memory: no mask but documents, no positions.
 
     Args:
         d_model: width D of the residual stream.
@@ -44,9 +44,24 @@ class Attention(Mixer):
 
     takes_memory = True
 
-    def __init__(self, d_model: int, *, n_heads: int | None, n_kv_heads: int | None, head_dim: int | None, window: int | None,
-                 causal: bool, position: Position, rope_base: float, rope_fraction: float, bias: bool, qk_norm: bool,
-                 scale: float | None, softcap: float | None, dropout: float):
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        n_heads: int | None,
+        n_kv_heads: int | None,
+        head_dim: int | None,
+        window: int | None,
+        causal: bool,
+        position: Position,
+        rope_base: float,
+        rope_fraction: float,
+        bias: bool,
+        qk_norm: bool,
+        scale: float | None,
+        softcap: float | None,
+        dropout: float,
+    ):
         super().__init__()
         self.n_heads = head_count(d_model, n_heads, free=head_dim is not None)
         self.n_kv_heads = self.n_heads if n_kv_heads is None else n_kv_heads
@@ -77,8 +92,9 @@ class Attention(Mixer):
         kept = {"memory.k": k, "memory.v": v}
         return kept if documents is None else kept | {"memory.documents": documents}
 
-    def mix(self, x: Tensor, past: State | None, documents: Tensor | None,
-            memory: Memory | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    def mix(
+        self, x: Tensor, past: State | None, documents: Tensor | None, memory: Memory | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Mixer.mix`."""
         q = _normed(self.q_norm, rearrange(self.q(x), "b t (h k) -> b t h k", h=self.n_heads))
         if memory is not None:
@@ -90,33 +106,47 @@ class Attention(Mixer):
             place = positions(documents, past, x.shape[1], x.device)
             q, k = (rotate(t, place, self.rope_base, self.rope_fraction) for t in (q, k))
         if past is None:
-            y = self._attend(q, k, v, causal=self.causal, window=self.window, q_documents=documents, k_documents=documents)
+            y = self._attend(
+                q, k, v, causal=self.causal, window=self.window, q_documents=documents, k_documents=documents
+            )
             return self._project(y), {}
         if self.window is None:
             seen, kept = cache.growing(past, k, v, documents)
         else:
             seen, kept = cache.ring(past, k, v, documents, self.window)
-        y = self._attend(q, seen.k, seen.v, causal=not seen.all_visible, window=None if seen.all_visible else self.window,
-                         q_positions=seen.q_positions, k_positions=seen.k_positions, q_documents=documents,
-                         k_documents=seen.k_documents)
+        y = self._attend(
+            q,
+            seen.k,
+            seen.v,
+            causal=not seen.all_visible,
+            window=None if seen.all_visible else self.window,
+            q_positions=seen.q_positions,
+            k_positions=seen.k_positions,
+            q_documents=documents,
+            k_documents=seen.k_documents,
+        )
         return self._project(y), kept
 
     def _cross(self, q: Tensor, kept: dict[str, Tensor], documents: Tensor | None) -> Tensor:
         ids = kept.get("memory.documents")
         if ids is not None and documents is None:
             documents = ids.new_ones(q.shape[:2])
-        return self._project(self._attend(q, kept["memory.k"], kept["memory.v"], causal=False, window=None,
-                                          q_documents=documents, k_documents=ids))
+        return self._project(
+            self._attend(
+                q, kept["memory.k"], kept["memory.v"], causal=False, window=None, q_documents=documents, k_documents=ids
+            )
+        )
 
     def _keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
         k, v = (rearrange(project(x), "b s (g k) -> b s g k", g=self.n_kv_heads) for project in (self.k, self.v))
         return _normed(self.k_norm, k), v
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, **places: object) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, **places: Any) -> Tensor:
         # The cache may hold another dtype than autocast gives here.
         k, v = k.to(q.dtype), v.to(q.dtype)
-        return attention(q, k, v, scale=self.scale, softcap=self.softcap, dropout=self.dropout if self.training else 0.0,
-                         **places)
+        return attention(
+            q, k, v, scale=self.scale, softcap=self.softcap, dropout=self.dropout if self.training else 0.0, **places
+        )
 
     def _project(self, y: Tensor) -> Tensor:
         return self.out(rearrange(y, "b t h k -> b t (h k)"))
@@ -136,13 +166,16 @@ def _normed(norm: nn.Module, x: Tensor) -> Tensor:
     return norm(x).to(x.dtype)
 
 
-def _check(head_dim: int, window: int | None, scale: float | None, softcap: float | None, dropout: float,
-           rope_base: float) -> None:
-    for name, value, fine, wanted in (("head_dim", head_dim, head_dim >= 1, "at least 1"),
-                                      ("window", window, window is None or window >= 1, "at least 1"),
-                                      ("scale", scale, scale is None or scale > 0, "above 0"),
-                                      ("softcap", softcap, softcap is None or softcap > 0, "above 0"),
-                                      ("dropout", dropout, 0 <= dropout < 1, "at least 0 and below 1"),
-                                      ("rope_base", rope_base, rope_base > 1, "above 1")):
+def _check(
+    head_dim: int, window: int | None, scale: float | None, softcap: float | None, dropout: float, rope_base: float
+) -> None:
+    for name, value, fine, wanted in (
+        ("head_dim", head_dim, head_dim >= 1, "at least 1"),
+        ("window", window, window is None or window >= 1, "at least 1"),
+        ("scale", scale, scale is None or scale > 0, "above 0"),
+        ("softcap", softcap, softcap is None or softcap > 0, "above 0"),
+        ("dropout", dropout, 0 <= dropout < 1, "at least 0 and below 1"),
+        ("rope_base", rope_base, rope_base > 1, "above 1"),
+    ):
         if not fine:
             raise ValueError(f"{name}={value} must be {wanted}")

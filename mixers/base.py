@@ -4,11 +4,13 @@ Shape legend of the whole project: B batch, T query time, S key time, D model wi
 K query/key head dim, V value head dim, N state dim, C chunk, W window. At every boundary heads come after time:
 [B, T, H, K].
 
-Callers use the door (`forward`, `start`, `extend`); authors write `empty` and `mix` behind it, or at first only `whole`.
+Callers use the door (`forward`, `start`, `extend`); authors write `empty` and `mix` behind it, or at first only
+`whole`.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -20,8 +22,8 @@ from torch import Tensor, nn
 class Packing:
     """Which document each token belongs to.
 
-    The result of a packed call equals extracting each document, running it alone and scattering it back. A document is one
-    run of one id; id 0 is padding and may stand anywhere, also inside of a run.
+    The result of a packed call equals extracting each document, running it alone and scattering it back. A document is
+    one run of one id; id 0 is padding and may stand anywhere, also inside of a run.
 
     Args:
         documents: [B, T] int32, ids >= 0.
@@ -48,8 +50,10 @@ class Packing:
         again = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] > 0)
         if again.any():
             row = int(again.any(1).nonzero()[0, 0])
-            raise ValueError(f"Packing: document {int(ordered[row, 1:][again[row]][0])} of row {row} returns after another "
-                             "document; each document is one run of one id")
+            raise ValueError(
+                f"Packing: document {int(ordered[row, 1:][again[row]][0])} of row {row} returns after another "
+                "document; each document is one run of one id"
+            )
 
     @classmethod
     def from_lengths(cls, lengths: Tensor, time: int) -> Packing:
@@ -57,7 +61,7 @@ class Packing:
         return cls((torch.arange(time, device=lengths.device) < lengths[:, None]).to(torch.int32))
 
     def compact(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Move pads to the end of each row: x [B, T, ...] with zeros at pads, its documents [B, T], the order that undoes it."""
+        """Pads to the end of each row: x [B, T, ...] with zeros there, its documents [B, T], the order to undo it."""
         if x.shape[:2] != self.documents.shape:
             raise ValueError(f"x {list(x.shape)} does not fit packing of documents {list(self.documents.shape)}")
         order = _pads_last(self.documents)
@@ -71,8 +75,8 @@ class Memory:
 
     Args:
         x: [B, S, D]
-        packing: its documents; a query sees the tokens of its own document (id 1 where x has no packing). None: every query of
-            the row sees all of them.
+        packing: its documents; a query sees the tokens of its own document (id 1 where x has no packing). None: every
+            query of the row sees all of them.
     """
 
     x: Tensor
@@ -128,7 +132,7 @@ class State:
     def part(self, prefix: str) -> State:
         """The state of one part, with what the door keeps for all of them."""
         start = prefix + "."
-        own = {name[len(start):]: t for name, t in self.tensors.items() if name.startswith(start)}
+        own = {name[len(start) :]: t for name, t in self.tensors.items() if name.startswith(start)}
         return State(own | {name: self.tensors[name] for name in DOOR if name in self.tensors}, self.length)
 
     @property
@@ -156,7 +160,9 @@ class State:
         if self.packed:
             return self
         whole = torch.full((batch,), self.length, dtype=torch.int32, device=device)
-        return State(self.tensors | {"document": whole.clamp(max=1), "position": whole, "filled": whole.clone()}, self.length)
+        return State(
+            self.tensors | {"document": whole.clamp(max=1), "position": whole, "filled": whole.clone()}, self.length
+        )
 
 
 class Mixer(nn.Module):
@@ -207,8 +213,8 @@ class Mixer(nn.Module):
     def extend(self, x: Tensor, state: State, packing: Packing | None = None) -> tuple[Tensor, State]:
         """Any further piece of the sequence: decode, chunked prefill and continuation in one.
 
-        For any cut of a sequence, `extend` piece by piece equals `forward` on the whole. Consumes `state` (caches are written
-        in place when no gradients are recorded; fork with `clone`), never x.
+        For any cut of a sequence, `extend` piece by piece equals `forward` on the whole. Consumes `state` (caches are
+        written in place when no gradients are recorded; fork with `clone`), never x.
 
         Args:
             x: [B, T, D], T >= 0.
@@ -234,8 +240,9 @@ class Mixer(nn.Module):
         """The tensors of the state before any token, batch first."""
         return {"inputs": like.new_zeros(batch, 0, like.shape[-1])}
 
-    def mix(self, x: Tensor, past: State | None, documents: Tensor | None,
-            memory: Memory | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    def mix(
+        self, x: Tensor, past: State | None, documents: Tensor | None, memory: Memory | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """The mixer proper.
 
         Args:
@@ -248,7 +255,7 @@ class Mixer(nn.Module):
         return _recompute(self, x, past, documents)
 
     def whole(self, x: Tensor) -> Tensor:
-        """One document a row, from its first token on: [B, T, D] -> [B, T, D]. Enough for a first try of a causal mixer."""
+        """One document a row, from its first token: [B, T, D] -> [B, T, D]. Enough for a causal mixer's first try."""
         raise NotImplementedError(f"{type(self).__name__} must define `mix` and `empty`, or `whole`")
 
     def remember(self, memory: Memory) -> dict[str, Tensor]:
@@ -298,20 +305,24 @@ def _books(state: State, documents: Tensor) -> dict[str, Tensor]:
     count = (documents > 0).sum(1, dtype=torch.int32)
     last = count[:, None].to(torch.int64)
     place = positions(documents, state, documents.shape[1], documents.device).to(torch.int32) + 1
-    return {"document": take(torch.cat([state["document"][:, None], documents], 1), last)[:, 0],
-            "position": take(torch.cat([state["position"][:, None], place], 1), last)[:, 0],
-            "filled": state["filled"] + count}
+    return {
+        "document": take(torch.cat([state["document"][:, None], documents], 1), last)[:, 0],
+        "position": take(torch.cat([state["position"][:, None], place], 1), last)[:, 0],
+        "filled": state["filled"] + count,
+    }
 
 
-def _recompute(mixer: Mixer, x: Tensor, past: State | None, documents: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+def _recompute(
+    mixer: Mixer, x: Tensor, past: State | None, documents: Tensor | None
+) -> tuple[Tensor, dict[str, Tensor]]:
     """`mix` for a mixer that has only `whole`: documents alone, over all inputs kept."""
     if not mixer.causal:
         raise ValueError(f"{type(mixer).__name__} has only `whole`, which is causal: causal=False needs its own `mix`")
     if past is None:
         return (mixer.whole(x) if documents is None else _documents_alone(mixer, x, documents)), {}
     if documents is None:
-        inputs = torch.cat([past["inputs"][:, :past.length], x], 1)
-        return mixer.whole(inputs)[:, past.length:], {"inputs": inputs}
+        inputs = torch.cat([past["inputs"][:, : past.length], x], 1)
+        return mixer.whole(inputs)[:, past.length :], {"inputs": inputs}
     kept = past.get("documents")
     if kept is None:
         kept = documents.new_ones(x.shape[0], past.length)
@@ -335,4 +346,4 @@ def _documents_alone(mixer: Mixer, x: Tensor, documents: Tensor) -> Tensor:
 def _runs(ids: list[int]) -> Iterable[tuple[int, int]]:
     """Start and end of each run of equal ids."""
     edges = [0, *(i for i in range(1, len(ids)) if ids[i] != ids[i - 1]), len(ids)]
-    return zip(edges[:-1], edges[1:], strict=True) if ids else ()
+    return itertools.pairwise(edges) if ids else ()

@@ -1,8 +1,9 @@
 """Key/value caches: what attention mixers remember.
 
-Entries are head-major, [B, G, slots, K], which decode reads fastest. Without gradients they are written in place and grow by
-doubling; with gradients every write makes a new tensor. `growing` keeps everything; `ring` keeps the last W tokens, token p
-in slot p mod W. Both give the keys and values to attend to, with positions and documents where packing needs them.
+Entries are head-major, [B, G, slots, K], which decode reads fastest. Without gradients they are written in place and
+grow by doubling; with gradients every write makes a new tensor. `growing` keeps everything; `ring` keeps the last W
+tokens, token p in slot p mod W. Both give the keys and values to attend to, with positions and documents where packing
+needs them.
 """
 
 from __future__ import annotations
@@ -37,54 +38,63 @@ def empty(batch: int, heads: int, key_dim: int, value_dim: int, like: Tensor) ->
 
 def growing(past: State, k: Tensor, v: Tensor, documents: Tensor | None) -> tuple[Attended, dict[str, Tensor]]:
     """Append k, v [B, T, G, K] behind each row's last real token."""
-    time, end = k.shape[1], past.length + k.shape[1]
+    batch, time = k.shape[:2]
+    end = past.length + time
     new = {"k": k.transpose(1, 2), "v": v.transpose(1, 2)}
     if documents is None:
         kept = {name: _append(past[name], past.length, t) for name, t in new.items()}
-        return Attended(*(_seen(kept[name], end) for name in new)), kept
+        return Attended(_seen(kept["k"], end), _seen(kept["v"], end)), kept
     slots = past["filled"][:, None].to(torch.int64) + torch.arange(time, device=k.device)
     kept = {name: _scatter(past[name], end, slots, t) for name, t in new.items()}
-    ids = _documents(past, k.shape[0], past.length, documents)
-    kept["documents"] = _scatter(ids[:, None, :, None], end, slots, documents[:, None, :, None])[:, 0, :, 0]
-    places = torch.arange(end, device=k.device).expand(k.shape[0], -1)
-    return Attended(*(_seen(kept[name], end) for name in new), slots, places, kept["documents"][:, :end]), kept
+    ids = _documents(past, batch, past.length, documents)
+    kept["documents"] = _flat(_scatter(_headed(ids), end, slots, _headed(documents)))
+    places = torch.arange(end, device=k.device).expand(batch, -1)
+    seen = Attended(_seen(kept["k"], end), _seen(kept["v"], end), slots, places, kept["documents"][:, :end])
+    return seen, kept
 
 
-def ring(past: State, k: Tensor, v: Tensor, documents: Tensor | None, window: int) -> tuple[Attended, dict[str, Tensor]]:
+def ring(
+    past: State, k: Tensor, v: Tensor, documents: Tensor | None, window: int
+) -> tuple[Attended, dict[str, Tensor]]:
     """Keep the last `window` real tokens of each row; k, v [B, T, G, K] may be longer than that."""
-    batch, time = k.shape[:2]
+    time, slots = k.shape[1], min(past.length + k.shape[1], window)
     new = {"k": k.transpose(1, 2), "v": v.transpose(1, 2)}
-    end = past.length + time
-    slots = min(end, window)
-    if documents is None:
-        if time == 1:
-            kept = {name: _write(past[name], past.length, window, t) for name, t in new.items()}
-            return Attended(*(_seen(kept[name], slots) for name in new), all_visible=True), kept
-        first = past.length - min(past.length, window - 1)
-        before = torch.arange(first, past.length, device=k.device) % window
-        attended = Attended(*(torch.cat([past[name].index_select(2, before).to(t.dtype), t], 2).transpose(1, 2)
-                              for name, t in new.items()))
-        filled = torch.tensor([[past.length]], device=k.device)
-        return attended, {name: _roll(past[name], t, slots, filled, time, window) for name, t in new.items()}
+    if documents is not None:
+        return _ragged_ring(past, new, documents, slots, window)
+    if time == 1:
+        kept = {name: _write(past[name], past.length, window, t) for name, t in new.items()}
+        return Attended(_seen(kept["k"], slots), _seen(kept["v"], slots), all_visible=True), kept
+    # In the order of time, so that the ends are aligned.
+    before = torch.arange(past.length - min(past.length, window - 1), past.length, device=k.device) % window
+    old_k, old_v = (past[name].index_select(2, before) for name in ("k", "v"))
+    seen = Attended(_behind(old_k, new["k"]), _behind(old_v, new["v"]))
+    filled = torch.full((1, 1), past.length, device=k.device)
+    return seen, {name: _roll(past[name], t, slots, filled, time, window) for name, t in new.items()}
+
+
+def _ragged_ring(
+    past: State, new: dict[str, Tensor], documents: Tensor, slots: int, window: int
+) -> tuple[Attended, dict[str, Tensor]]:
+    """`ring` where rows hold different numbers of tokens: positions say which slot holds what."""
+    batch, time = documents.shape
     held = past["k"].shape[2]
     filled = past["filled"][:, None].to(torch.int64)
-    q_positions = filled + torch.arange(time, device=k.device)
-    old = _tokens(held, filled, window, k.device)
+    q_positions = filled + torch.arange(time, device=documents.device)
+    old = _tokens(held, filled, window, documents.device)
     k_positions = torch.cat([torch.where(old < 0, _NEVER, old), q_positions], 1)
     ids = _documents(past, batch, held, documents)
-    attended = Attended(*(torch.cat([past[name].to(t.dtype), t], 2).transpose(1, 2) for name, t in new.items()),
-                        q_positions, k_positions, torch.cat([ids, documents], 1))
+    k, v = (_behind(past[name], new[name]) for name in ("k", "v"))
+    seen = Attended(k, v, q_positions, k_positions, torch.cat([ids, documents], 1))
     count = (documents > 0).sum(1, keepdim=True)
     kept = {name: _roll(past[name], t, slots, filled, count, window) for name, t in new.items()}
-    kept["documents"] = _roll(ids[:, None, :, None], documents[:, None, :, None], slots, filled, count, window)[:, 0, :, 0]
-    return attended, kept
+    return seen, kept | {"documents": _flat(_roll(_headed(ids), _headed(documents), slots, filled, count, window))}
 
 
 def tail(past: Tensor, new: Tensor, documents: Tensor | None, past_documents: Tensor | None) -> dict[str, Tensor]:
     """The last W - 1 real inputs [B, W - 1, D] after `new` [B, T, D], and their documents."""
     width, inputs = past.shape[1], torch.cat([past.to(new.dtype), new], 1)
-    if documents is None:
-        return {"tail": inputs[:, inputs.shape[1] - width:].clone()}
+    if documents is None or past_documents is None:
+        return {"tail": inputs[:, inputs.shape[1] - width :].clone()}
     last = (documents > 0).sum(1, keepdim=True) + torch.arange(width, device=new.device)
     return {"tail": take(inputs, last), "documents": take(torch.cat([past_documents, documents], 1), last)}
 
@@ -96,7 +106,7 @@ def tail_documents(past: State, documents: Tensor) -> Tensor:
         return kept
     width = past["tail"].shape[1]
     ids = documents.new_zeros(documents.shape[0], width)
-    ids[:, max(width - past.length, 0):] = 1
+    ids[:, max(width - past.length, 0) :] = 1
     return ids
 
 
@@ -104,6 +114,21 @@ def _documents(past: State, batch: int, slots: int, like: Tensor) -> Tensor:
     """The ids of a cache's slots [B, slots]; what was fed before any packing is one document of id 1."""
     kept = past.get("documents")
     return like.new_ones(batch, slots) if kept is None else kept
+
+
+def _headed(ids: Tensor) -> Tensor:
+    """Ids [B, slots] in the shape of a cache."""
+    return ids[:, None, :, None]
+
+
+def _flat(cache: Tensor) -> Tensor:
+    """What `_headed` did, undone."""
+    return cache[:, 0, :, 0]
+
+
+def _behind(old: Tensor, new: Tensor) -> Tensor:
+    """Old entries, then new ones, time before heads."""
+    return torch.cat([old.to(new.dtype), new], 2).transpose(1, 2)
 
 
 def _in_place(cache: Tensor) -> bool:
@@ -123,7 +148,7 @@ def _room(cache: Tensor, filled: int, slots: int, like: Tensor, limit: int | Non
     # The first tokens decide the dtype: under autocast the projections' one, not that of the residual stream.
     dtype = cache.dtype if filled else like.dtype
     grown = like.new_zeros(*cache.shape[:2], size, cache.shape[3], dtype=dtype)
-    grown[:, :, :cache.shape[2]] = cache
+    grown[:, :, : cache.shape[2]] = cache
     return grown
 
 
@@ -131,7 +156,7 @@ def _append(cache: Tensor, filled: int, new: Tensor) -> Tensor:
     if not _in_place(cache):
         return torch.cat([cache[:, :, :filled], new.to(cache.dtype)], 2) if filled else new
     cache = _room(cache, filled, filled + new.shape[2], new)
-    cache[:, :, filled:filled + new.shape[2]] = new
+    cache[:, :, filled : filled + new.shape[2]] = new
     return cache
 
 
@@ -140,18 +165,18 @@ def _write(cache: Tensor, length: int, window: int, new: Tensor) -> Tensor:
     filled, slot = min(length, window), length % window
     if not _in_place(cache):
         new = new.to(cache.dtype) if filled else new
-        before, after = cache[:, :, :slot], cache[:, :, slot + 1:filled]
+        before, after = cache[:, :, :slot], cache[:, :, slot + 1 : filled]
         return torch.cat([before, new, after], 2) if filled else new
     cache = _room(cache, filled, slot + 1, new, limit=window)
-    cache[:, :, slot:slot + 1] = new
+    cache[:, :, slot : slot + 1] = new
     return cache
 
 
 def _scatter(cache: Tensor, end: int, slots: Tensor, new: Tensor) -> Tensor:
-    """New entries [B, G, T, K] at per-row slots [B, T]; trailing pads land past the fill and are overwritten next time."""
+    """New entries [B, G, T, K] at per-row slots [B, T]; trailing pads land past the fill, to be overwritten later."""
     grown = _room(cache, cache.shape[2], end, new)
     index = slots[:, None, :, None].expand_as(new)
-    if grown is not cache and not torch.is_grad_enabled() or _in_place(cache):
+    if (grown is not cache and not torch.is_grad_enabled()) or _in_place(cache):
         return grown.scatter_(2, index, new.to(grown.dtype))
     return grown.scatter(2, index, new.to(grown.dtype))
 

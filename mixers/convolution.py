@@ -25,21 +25,27 @@ class ShortConvolution(Mixer):
         if width < 1:
             raise ValueError(f"convolution={width} must be at least 1")
         self.weight = nn.Parameter(torch.empty(width, d_model))
-        nn.init.uniform_(self.weight, -width ** -0.5, width ** -0.5)
+        nn.init.uniform_(self.weight, -(width**-0.5), width**-0.5)
         mark(self, own_init=True, no_decay=True)
 
     def empty(self, batch: int, like: Tensor) -> dict[str, Tensor]:
         """The tail before any token: zeros [B, W - 1, D]."""
         return {"tail": like.new_zeros(batch, len(self.weight) - 1, like.shape[-1])}
 
-    def mix(self, x: Tensor, past: State | None, documents: Tensor | None,
-            memory: Memory | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    def mix(
+        self, x: Tensor, past: State | None, documents: Tensor | None, memory: Memory | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Mixer.mix`."""
         if past is None:
             return causal_conv(x, self.weight, documents=documents), {}
         ids = None if documents is None else cache.tail_documents(past, documents)
         # Only the part that was fed: the zeros before it are no taps and cost nothing.
         unfed = max(len(self.weight) - 1 - past.length, 0)
-        y = causal_conv(x, self.weight, tail=past["tail"][:, unfed:], documents=documents,
-                        tail_documents=None if ids is None else ids[:, unfed:])
+        y = causal_conv(
+            x,
+            self.weight,
+            tail=past["tail"][:, unfed:],
+            documents=documents,
+            tail_documents=None if ids is None else ids[:, unfed:],
+        )
         return y, cache.tail(past["tail"], x, documents, ids)

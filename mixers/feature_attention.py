@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from einops import rearrange
 from torch import Tensor, nn
@@ -45,14 +47,29 @@ class FeatureAttention(Mixer):
     def empty(self, batch: int, like: Tensor) -> dict[str, Tensor]:
         """S [B, H, K', V] and z [B, H, K'], at least fp32."""
         wide = torch.promote_types(like.dtype, torch.float32)
-        return {"kv": like.new_zeros(batch, self.n_heads, self.feature_dim, self.value_dim, dtype=wide),
-                "z": like.new_zeros(batch, self.n_heads, self.feature_dim, dtype=wide)}
+        return {
+            "kv": like.new_zeros(batch, self.n_heads, self.feature_dim, self.value_dim, dtype=wide),
+            "z": like.new_zeros(batch, self.n_heads, self.feature_dim, dtype=wide),
+        }
 
-    def mix(self, x: Tensor, past: State | None, documents: Tensor | None,
-            memory: Memory | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    def mix(
+        self, x: Tensor, past: State | None, documents: Tensor | None, memory: Memory | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Mixer.mix`."""
-        q, k, v = (rearrange(project(x), "b t (h k) -> b t h k", h=self.n_heads) for project in (self.q, self.k, self.v))
-        kept = {} if past is None else {"kv": past["kv"], "z": past["z"], "document": past.get("document")}
-        y, kv, z = linear_attention(self.features(q), self.features(k), v, causal=self.causal, documents=documents, **kept)
+        q, k, v = (
+            rearrange(project(x), "b t (h k) -> b t h k", h=self.n_heads) for project in (self.q, self.k, self.v)
+        )
+        kept: dict[str, Any] = (
+            {} if past is None else {"kv": past["kv"], "z": past["z"], "document": past.get("document")}
+        )
+        y, kv, z = linear_attention(
+            self.features(q),
+            self.features(k),
+            v,
+            causal=self.causal,
+            documents=documents,
+            return_state=past is not None,
+            **kept,
+        )
         y = self.out(rearrange(y, "b t h v -> b t (h v)"))
-        return y, {} if past is None else {"kv": kv, "z": z}
+        return y, {} if kv is None or z is None else {"kv": kv, "z": z}

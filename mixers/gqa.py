@@ -14,12 +14,38 @@ class GroupedQueryAttention(Attention):
         n_kv_heads: G; None: n_heads // 4, or the largest divisor of n_heads below.
     """
 
-    def __init__(self, d_model: int, *, n_heads: int | None = None, n_kv_heads: int | None = None, head_dim: int | None = None,
-                 causal: bool = True, position: Position = "rope", rope_base: float = 10_000.0, rope_fraction: float = 1.0,
-                 bias: bool = False, qk_norm: bool = False, scale: float | None = None, softcap: float | None = None,
-                 dropout: float = 0.0):
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        n_heads: int | None = None,
+        n_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        causal: bool = True,
+        position: Position = "rope",
+        rope_base: float = 10_000.0,
+        rope_fraction: float = 1.0,
+        bias: bool = False,
+        qk_norm: bool = False,
+        scale: float | None = None,
+        softcap: float | None = None,
+        dropout: float = 0.0,
+    ):
         if n_kv_heads is None:
             n_kv_heads = default_kv_heads(d_model, n_heads, head_dim, "gqa")
-        super().__init__(d_model, n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=head_dim, window=None, causal=causal,
-                         position=position, rope_base=rope_base, rope_fraction=rope_fraction, bias=bias, qk_norm=qk_norm,
-                         scale=scale, softcap=softcap, dropout=dropout)
+        super().__init__(
+            d_model,
+            n_heads=n_heads,
+            n_kv_heads=n_kv_heads,
+            head_dim=head_dim,
+            window=None,
+            causal=causal,
+            position=position,
+            rope_base=rope_base,
+            rope_fraction=rope_fraction,
+            bias=bias,
+            qk_norm=qk_norm,
+            scale=scale,
+            softcap=softcap,
+            dropout=dropout,
+        )

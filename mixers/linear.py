@@ -15,8 +15,15 @@ from mixers.registry import register
 class LinearAttention(FeatureAttention):
     """phi(x) = elu(x) + 1 (equation 7); options as in `FeatureAttention`."""
 
-    def __init__(self, d_model: int, *, n_heads: int | None = None, feature_map: Literal["elu"] = "elu", causal: bool = True,
-                 bias: bool = False):
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        n_heads: int | None = None,
+        feature_map: Literal["elu"] = "elu",
+        causal: bool = True,
+        bias: bool = False,
+    ):
         super().__init__(d_model, n_heads=n_heads, key_dim=None, causal=causal, bias=bias)
         self.feature_map = feature_map
 

@@ -10,9 +10,35 @@ from mixers.registry import register
 class MultiQueryAttention(Attention):
     """All query heads share one key/value head; options as in `Attention`."""
 
-    def __init__(self, d_model: int, *, n_heads: int | None = None, head_dim: int | None = None, causal: bool = True,
-                 position: Position = "rope", rope_base: float = 10_000.0, rope_fraction: float = 1.0, bias: bool = False,
-                 qk_norm: bool = False, scale: float | None = None, softcap: float | None = None, dropout: float = 0.0):
-        super().__init__(d_model, n_heads=n_heads, n_kv_heads=1, head_dim=head_dim, window=None, causal=causal,
-                         position=position, rope_base=rope_base, rope_fraction=rope_fraction, bias=bias, qk_norm=qk_norm,
-                         scale=scale, softcap=softcap, dropout=dropout)
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        n_heads: int | None = None,
+        head_dim: int | None = None,
+        causal: bool = True,
+        position: Position = "rope",
+        rope_base: float = 10_000.0,
+        rope_fraction: float = 1.0,
+        bias: bool = False,
+        qk_norm: bool = False,
+        scale: float | None = None,
+        softcap: float | None = None,
+        dropout: float = 0.0,
+    ):
+        super().__init__(
+            d_model,
+            n_heads=n_heads,
+            n_kv_heads=1,
+            head_dim=head_dim,
+            window=None,
+            causal=causal,
+            position=position,
+            rope_base=rope_base,
+            rope_fraction=rope_fraction,
+            bias=bias,
+            qk_norm=qk_norm,
+            scale=scale,
+            softcap=softcap,
+            dropout=dropout,
+        )

@@ -1,7 +1,7 @@
 """From configuration to code: a constructor's signature is its config, checked in one place.
 
-Used for mixers, models, tasks, optimisers and trainers alike: names, types and defaults come from the signature, and every
-wrong one gets the same kind of error.
+Used for mixers, models, tasks, optimisers and trainers alike: names, types and defaults come from the signature, and
+every wrong one gets the same kind of error.
 """
 
 from __future__ import annotations
@@ -29,11 +29,15 @@ def call(function: Callable[..., R], options: Mapping[str, Any], what: str, **fi
     allowed = {name: p for name, p in _parameters(function).items() if name not in fixed}
     for name in options:
         if name not in allowed:
-            raise ValueError(f"{what} has no option {name!r}{nearest(str(name), allowed)}; options: {', '.join(allowed) or 'none'}")
+            raise ValueError(
+                f"{what} has no option {name!r}{nearest(str(name), allowed)}; options: {', '.join(allowed) or 'none'}"
+            )
     for name, parameter in allowed.items():
         if name not in options and parameter.default is inspect.Parameter.empty:
             raise ValueError(f"{what} needs the option {name!r}")
-    checked = {name: _convert(value, _hints(function).get(name, Any), f"{what}: {name}") for name, value in options.items()}
+    checked = {
+        name: _convert(value, _hints(function).get(name, Any), f"{what}: {name}") for name, value in options.items()
+    }
     return function(**fixed, **checked)
 
 
@@ -43,7 +47,7 @@ def defaults(function: Callable) -> dict[str, Any]:
 
 
 def nearest(name: str, allowed: Collection[str]) -> str:
-    """" (did you mean 'gqa'?)" where something is close, else nothing."""
+    """ " (did you mean 'gqa'?)" where something is close, else nothing."""
     close = get_close_matches(name, list(allowed), n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
@@ -53,7 +57,9 @@ def _parameters(function: Callable) -> dict[str, inspect.Parameter]:
     parameters = inspect.signature(function).parameters
     for name, p in parameters.items():
         if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL):
-            raise ValueError(f"{function.__qualname__} takes *{name}: the signature is the config, so it must name every option")
+            raise ValueError(
+                f"{function.__qualname__} takes *{name}: the signature is the config, so it must name every option"
+            )
     return dict(parameters)
 
 
@@ -63,7 +69,7 @@ def _hints(function: Callable) -> dict[str, Any]:
 
 
 def _convert(value: Any, hint: Any, where: str) -> Any:
-    """`value` as `hint` says, or an error. The only conversions: int to float, and sequences to the sequence asked for."""
+    """`value` as `hint` says, or an error. Conversions: int to float, and a sequence to the sequence asked for."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or isinstance(hint, typing.TypeVar):
         return value

@@ -23,15 +23,19 @@ def register(name: str) -> Callable[[C], C]:
     Raises:
         ValueError: the name is taken or reserved, or the class is no Mixer.
     """
+
     def add(cls: C) -> C:
         if not (isinstance(cls, type) and issubclass(cls, Mixer)):
             raise ValueError(f"mixer {name!r}: {cls!r} is no subclass of mixers.base.Mixer")
         if not name.isidentifier() or name in RESERVED:
             raise ValueError(f"mixer name {name!r} must be an identifier and none of {', '.join(RESERVED)}")
         if _classes.get(name, cls) is not cls:
-            raise ValueError(f"mixer name {name!r} is taken by {_classes[name].__module__}.{_classes[name].__qualname__}")
+            raise ValueError(
+                f"mixer name {name!r} is taken by {_classes[name].__module__}.{_classes[name].__qualname__}"
+            )
         _classes[name] = cls
         return cls
+
     return add
 
 

@@ -38,5 +38,7 @@ def rotary_channels(head_dim: int, fraction: float) -> int:
         raise ValueError(f"rope_fraction={fraction} must be above 0 and at most 1")
     turned = int(head_dim * fraction) // 2 * 2
     if turned < 2 or (fraction == 1 and turned != head_dim):
-        raise ValueError(f"rope_fraction={fraction} of head_dim={head_dim} must be an even number of channels, at least 2")
+        raise ValueError(
+            f"rope_fraction={fraction} of head_dim={head_dim} must be an even number of channels, at least 2"
+        )
     return turned

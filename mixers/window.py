@@ -1,4 +1,4 @@
-"""Sliding-window attention (Beltagy et al. 2020, arXiv:2004.05150, section 3.1; causal form of Mistral, arXiv:2310.06825)."""
+"""Sliding-window attention (Beltagy et al. 2020, arXiv:2004.05150, section 3.1; causal: Mistral, arXiv:2310.06825)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,37 @@ class SlidingWindowAttention(Attention):
     Options as in `Attention`; the cache holds `window` tokens and no more.
     """
 
-    def __init__(self, d_model: int, *, window: int = 128, n_heads: int | None = None, n_kv_heads: int | None = None,
-                 head_dim: int | None = None, causal: bool = True, position: Position = "rope", rope_base: float = 10_000.0,
-                 rope_fraction: float = 1.0, bias: bool = False, qk_norm: bool = False, scale: float | None = None,
-                 softcap: float | None = None, dropout: float = 0.0):
-        super().__init__(d_model, n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=head_dim, window=window, causal=causal,
-                         position=position, rope_base=rope_base, rope_fraction=rope_fraction, bias=bias, qk_norm=qk_norm,
-                         scale=scale, softcap=softcap, dropout=dropout)
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        window: int = 128,
+        n_heads: int | None = None,
+        n_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        causal: bool = True,
+        position: Position = "rope",
+        rope_base: float = 10_000.0,
+        rope_fraction: float = 1.0,
+        bias: bool = False,
+        qk_norm: bool = False,
+        scale: float | None = None,
+        softcap: float | None = None,
+        dropout: float = 0.0,
+    ):
+        super().__init__(
+            d_model,
+            n_heads=n_heads,
+            n_kv_heads=n_kv_heads,
+            head_dim=head_dim,
+            window=window,
+            causal=causal,
+            position=position,
+            rope_base=rope_base,
+            rope_fraction=rope_fraction,
+            bias=bias,
+            qk_norm=qk_norm,
+            scale=scale,
+            softcap=softcap,
+            dropout=dropout,
+        )

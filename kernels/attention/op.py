@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from kernels import backend, flops
@@ -10,16 +12,29 @@ from kernels.attention import portable, reference
 IMPLEMENTATIONS = {"portable": portable.attention, "reference": reference.attention}
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, window: int | None = None, scale: float | None = None,
-              softcap: float | None = None, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
-              q_positions: Tensor | None = None, k_positions: Tensor | None = None, q_documents: Tensor | None = None,
-              k_documents: Tensor | None = None, dropout: float = 0.0,
-              return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    q_positions: Tensor | None = None,
+    k_positions: Tensor | None = None,
+    q_documents: Tensor | None = None,
+    k_documents: Tensor | None = None,
+    dropout: float = 0.0,
+    return_lse: bool = False,
+) -> Tensor | Any:
     """Softmax attention with H query heads over G key/value heads; query head h reads key head h // (H / G).
 
     A key is visible to a query iff both are of one document (id 0 is padding and sees and shows nothing) and, with
-    d = query position - key position: causal 0 <= d < window; not causal |d| < window. Without positions the two ends are
-    aligned: query i stands at S - T + i. A query that sees nothing gets 0, with finite gradients.
+    d = query position - key position: causal 0 <= d < window; not causal |d| < window. Without positions the two ends
+    are aligned: query i stands at S - T + i. A query that sees nothing gets 0, with finite gradients.
 
     Args:
         q: [B, T, H, K]; k: [B, S, G, K]; v: [B, S, G, V]; one floating dtype, one device.
@@ -38,21 +53,48 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, window: i
         ValueError: shapes, dtypes, devices or options that do not fit.
     Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.2; grouped heads: Ainslie et al. 2023, arXiv:2305.13245.
     """
-    _check(q, k, v, window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, q_positions=q_positions,
-           k_positions=k_positions, q_documents=q_documents, k_documents=k_documents)
+    _check(
+        q,
+        k,
+        v,
+        window=window,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        q_positions=q_positions,
+        k_positions=k_positions,
+        q_documents=q_documents,
+        k_documents=k_documents,
+    )
     if count := flops.counter():
         count.record("attention", attention_flops(q.shape, k.shape, v.shape, causal, window))
         y, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3])
         return (y, lse) if return_lse else y
     run = backend.implementation("attention", IMPLEMENTATIONS, q)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    y, lse = run(q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
-               q_positions=q_positions, k_positions=k_positions, q_documents=q_documents, k_documents=k_documents,
-               dropout=dropout, lse=return_lse)
+    y, lse = run(
+        q,
+        k,
+        v,
+        causal=causal,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        q_positions=q_positions,
+        k_positions=k_positions,
+        q_documents=q_documents,
+        k_documents=k_documents,
+        dropout=dropout,
+        lse=return_lse,
+    )
     return (y, lse) if return_lse else y
 
 
-def attention_flops(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], causal: bool, window: int | None) -> int:
+def attention_flops(
+    q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], causal: bool, window: int | None
+) -> int:
     """2 (K + V) FLOPs a visible pair and query head, for shapes as in `attention`, ends aligned, one document a row."""
     batch, queries, heads, width = q
     return 2 * batch * heads * (width + v[3]) * visible_pairs(queries, k[1], causal, window)
@@ -63,9 +105,13 @@ def visible_pairs(queries: int, keys: int, causal: bool = True, window: int | No
     first = keys - queries
     left = keys + queries if window is None else window
     after = 1 if causal else left
-    # Keys at positions below x + 1 exist min(max(x, 0), keys) times; a query at p sees those in [p - left + 1, p + after).
-    return (_ramp(keys - 1 + after, keys) - _ramp(first - 1 + after, keys)
-            - _ramp(keys - left, keys) + _ramp(first - left, keys))
+    # min(max(x, 0), keys) keys stand below position x; a query at p sees those in [p - left + 1, p + after).
+    return (
+        _ramp(keys - 1 + after, keys)
+        - _ramp(first - 1 + after, keys)
+        - _ramp(keys - left, keys)
+        + _ramp(first - left, keys)
+    )
 
 
 def _ramp(top: int, limit: int) -> int:
@@ -74,11 +120,19 @@ def _ramp(top: int, limit: int) -> int:
     return low * (low + 1) // 2 + max(top - limit, 0) * limit
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, *, window: int | None, softcap: float | None, **extras: Tensor | None) -> None:
-    if not q.dim() == k.dim() == v.dim() == 4 or q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or (
-            q.shape[3] != k.shape[3]):
-        raise ValueError("attention wants q [B, T, H, K], k [B, S, G, K], v [B, S, G, V]; got "
-                         f"{list(q.shape)}, {list(k.shape)}, {list(v.shape)}")
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, *, window: int | None, softcap: float | None, **extras: Tensor | None
+) -> None:
+    if (
+        not q.dim() == k.dim() == v.dim() == 4
+        or q.shape[0] != k.shape[0]
+        or k.shape[:3] != v.shape[:3]
+        or (q.shape[3] != k.shape[3])
+    ):
+        raise ValueError(
+            "attention wants q [B, T, H, K], k [B, S, G, K], v [B, S, G, V]; got "
+            f"{list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
+        )
     if not k.shape[2] or q.shape[2] % k.shape[2]:
         raise ValueError(f"H={q.shape[2]} query heads must be a multiple of G={k.shape[2]} key/value heads")
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -9,20 +11,46 @@ from torch.nn.functional import scaled_dot_product_attention
 from kernels.attention import reference
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None, scale: float, softcap: float | None,
-              alibi_slopes: Tensor | None, sinks: Tensor | None, q_positions: Tensor | None, k_positions: Tensor | None,
-              q_documents: Tensor | None, k_documents: Tensor | None, dropout: float,
-              lse: bool = False) -> tuple[Tensor, Tensor | None]:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    q_positions: Tensor | None,
+    k_positions: Tensor | None,
+    q_documents: Tensor | None,
+    k_documents: Tensor | None,
+    dropout: float,
+    lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
     """As `reference.attention`; the log-sum-exp is None unless asked for.
 
     What the fused form cannot say (softcap, sinks, learned slopes, the log-sum-exp) takes the dense definition.
     """
-    positions = dict(q_positions=q_positions, k_positions=k_positions)
-    documents = dict(q_documents=q_documents, k_documents=k_documents)
+    positions: dict[str, Any] = dict(q_positions=q_positions, k_positions=k_positions)
+    documents: dict[str, Any] = dict(q_documents=q_documents, k_documents=k_documents)
     learned_slopes = alibi_slopes is not None and alibi_slopes.requires_grad
     if lse or softcap is not None or sinks is not None or learned_slopes or 0 in (*q.shape, *k.shape):
-        return reference.attention(q, k, v, causal=causal, window=window, scale=scale, softcap=softcap,
-                                   alibi_slopes=alibi_slopes, sinks=sinks, **positions, **documents, dropout=dropout)
+        return reference.attention(
+            q,
+            k,
+            v,
+            causal=causal,
+            window=window,
+            scale=scale,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            **positions,
+            **documents,
+            dropout=dropout,
+        )
     queries, keys = q.shape[1], k.shape[1]
     plain = alibi_slopes is None and all(t is None for t in (*positions.values(), *documents.values()))
     if plain and causal and (window is None or window >= keys) and (queries == 1 or queries == keys):
@@ -52,6 +80,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, s
         q = q.reshape(q.shape[0], k.shape[1], group, q.shape[-1])
         y = scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
         return y.reshape(y.shape[0], 1, -1, y.shape[-1])
-    y = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout, scale=scale,
-                                     enable_gqa=group > 1)
+    y = scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout, scale=scale, enable_gqa=group > 1
+    )
     return y.transpose(1, 2)

@@ -8,9 +8,18 @@ import torch
 from torch import Tensor
 
 
-def visible(queries: int, keys: int, *, causal: bool, window: int | None, q_positions: Tensor | None,
-            k_positions: Tensor | None, q_documents: Tensor | None, k_documents: Tensor | None,
-            device: torch.device) -> Tensor | None:
+def visible(
+    queries: int,
+    keys: int,
+    *,
+    causal: bool,
+    window: int | None,
+    q_positions: Tensor | None,
+    k_positions: Tensor | None,
+    q_documents: Tensor | None,
+    k_documents: Tensor | None,
+    device: torch.device,
+) -> Tensor | None:
     """Which pairs are attended to: [1 or B, T, S] bool, or None where every pair is.
 
     Positions are aligned at the end when not given. A None side of the documents belongs to every document.
@@ -18,9 +27,10 @@ def visible(queries: int, keys: int, *, causal: bool, window: int | None, q_posi
     parts = []
     if causal or window is not None:
         distance = distances(queries, keys, q_positions, k_positions, device)
-        parts.append(distance >= 0 if causal else distance.abs() < window)
-        if causal and window is not None:
-            parts.append(distance < window)
+        if causal:
+            parts.append(distance >= 0)
+        if window is not None:
+            parts.append((distance if causal else distance.abs()) < window)
     if q_documents is not None:
         parts.append((q_documents > 0)[:, :, None])
     if k_documents is not None:
@@ -30,7 +40,9 @@ def visible(queries: int, keys: int, *, causal: bool, window: int | None, q_posi
     return reduce(torch.logical_and, parts).expand(-1, queries, keys) if parts else None
 
 
-def distances(queries: int, keys: int, q_positions: Tensor | None, k_positions: Tensor | None, device: torch.device) -> Tensor:
+def distances(
+    queries: int, keys: int, q_positions: Tensor | None, k_positions: Tensor | None, device: torch.device
+) -> Tensor:
     """Query position minus key position, [1 or B, T, S]."""
     if q_positions is None:
         q_positions = torch.arange(keys - queries, keys, device=device)[None]
@@ -39,10 +51,24 @@ def distances(queries: int, keys: int, q_positions: Tensor | None, k_positions: 
     return q_positions[:, :, None].to(torch.int64) - k_positions[:, None, :].to(torch.int64)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None, scale: float, softcap: float | None,
-              alibi_slopes: Tensor | None, sinks: Tensor | None, q_positions: Tensor | None, k_positions: Tensor | None,
-              q_documents: Tensor | None, k_documents: Tensor | None, dropout: float,
-              lse: bool = True) -> tuple[Tensor, Tensor]:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    q_positions: Tensor | None,
+    k_positions: Tensor | None,
+    q_documents: Tensor | None,
+    k_documents: Tensor | None,
+    dropout: float,
+    lse: bool = True,
+) -> tuple[Tensor, Tensor]:
     """[B, T, H, V] and the log-sum-exp of the scores [B, T, H] (always); arguments as in `op.attention`."""
     group = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
@@ -52,8 +78,17 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | No
     if alibi_slopes is not None:
         distance = distances(q.shape[1], k.shape[1], q_positions, k_positions, q.device)
         scores = scores - alibi_slopes[:, None, None].to(scores.dtype) * distance.abs()[:, None].to(scores.dtype)
-    seen = visible(q.shape[1], k.shape[1], causal=causal, window=window, q_positions=q_positions, k_positions=k_positions,
-                   q_documents=q_documents, k_documents=k_documents, device=q.device)
+    seen = visible(
+        q.shape[1],
+        k.shape[1],
+        causal=causal,
+        window=window,
+        q_positions=q_positions,
+        k_positions=k_positions,
+        q_documents=q_documents,
+        k_documents=k_documents,
+        device=q.device,
+    )
     if seen is not None:
         scores = scores.masked_fill(~seen[:, None], float("-inf"))
     if sinks is not None:

@@ -12,8 +12,15 @@ from kernels.conv import portable, reference
 IMPLEMENTATIONS = {"portable": portable.causal_conv, "reference": reference.causal_conv}
 
 
-def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tail: Tensor | None = None,
-                documents: Tensor | None = None, tail_documents: Tensor | None = None) -> Tensor:
+def causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    tail: Tensor | None = None,
+    documents: Tensor | None = None,
+    tail_documents: Tensor | None = None,
+) -> Tensor:
     """Each channel is a weighted sum of its last W inputs; the last tap of `weight` is the present token's.
 
     Args:
@@ -26,7 +33,7 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tail: 
     Raises:
         ValueError: shapes that do not fit.
     """
-    batch, time, width = x.shape
+    batch, _time, width = x.shape
     taps = weight.shape[0]
     if weight.dim() != 2 or weight.shape[1] != width or taps < 1:
         raise ValueError(f"weight must be [W, {width}] with W >= 1 for x {list(x.shape)}; got {list(weight.shape)}")

@@ -8,8 +8,14 @@ from torch.nn.functional import conv1d
 from kernels.conv import reference
 
 
-def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Tensor, documents: Tensor | None,
-                all_documents: Tensor | None) -> Tensor:
+def causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    inputs: Tensor,
+    documents: Tensor | None,
+    all_documents: Tensor | None,
+) -> Tensor:
     """As `reference.causal_conv`; torch's own convolution where no document ends inside of the row."""
     if documents is not None or 0 in x.shape:
         return reference.causal_conv(x, weight, bias, inputs, documents, all_documents)

@@ -1,6 +1,7 @@
 """Linear attention in chunks: dense products inside a chunk, one state a chunk between them.
 
-Shapes here: P = batch x heads, n chunks of C tokens. The decay is masked before it is exponentiated, so nothing overflows.
+Shapes here: P = batch x heads, n chunks of C tokens. The decay is masked before it is exponentiated, so that nothing
+overflows.
 """
 
 from __future__ import annotations
@@ -13,9 +14,20 @@ from torch.nn.functional import pad
 CHUNK = 64
 
 
-def linear_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, normalise: bool, log_decay: Tensor | None,
-                     kv: Tensor | None, z: Tensor | None, documents: Tensor | None,
-                     document: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    normalise: bool,
+    log_decay: Tensor | None,
+    kv: Tensor | None,
+    z: Tensor | None,
+    documents: Tensor | None,
+    document: Tensor | None,
+    alone: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """As `reference.linear_attention`."""
     dtype, wide = v.dtype, torch.promote_types(q.dtype, torch.float32)
     q, k, v = q.to(wide), k.to(wide), v.to(wide)
@@ -26,8 +38,9 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, normalise
         # The normaliser is one more value column of ones; pads already have k = 0.
         v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
     if causal:
-        state = torch.cat([kv, z[..., None]], -1) if normalise else kv
-        y, state = _causal(q, k, v, log_decay, state, documents, document)
+        assert kv is not None
+        state = kv if z is None else torch.cat([kv, z[..., None]], -1)
+        y, state = _causal(q, k, v, log_decay, state, documents, document, alone=alone)
         kv, z = (state[..., :-1], state[..., -1]) if normalise else (state, None)
     else:
         y, kv, z = _bidirectional(q, k, v, documents), None, None
@@ -44,21 +57,30 @@ def _bidirectional(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) ->
     first, last = documents[:, 0], documents[:, -1]
     before = _causal(q, k, v, None, empty, documents, first)[0]
     # The tokens after: the same sum on the reversed row, the token itself left out. Pads lead there, with k = 0.
-    turned = (x.flip(1) for x in (q, k, v))
-    after = _causal(*turned, None, empty, documents.flip(1), last, diagonal=-1)[0].flip(1)
-    return before + after
+    q, k, v, documents = (x.flip(1) for x in (q, k, v, documents))
+    after = _causal(q, k, v, None, empty, documents, last, diagonal=-1)[0]
+    return before + after.flip(1)
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, state: Tensor, documents: Tensor | None,
-            document: Tensor | None, diagonal: int = 0) -> tuple[Tensor, Tensor]:
+def _causal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    state: Tensor,
+    documents: Tensor | None,
+    document: Tensor | None,
+    diagonal: int = 0,
+    alone: bool = False,
+) -> tuple[Tensor, Tensor]:
     """Sum over the visible past: y [B, T, H, V] and the state [B, H, K, V] after the last token."""
-    batch, time, heads, width = q.shape
+    batch, time, heads, _width = q.shape
     if time == 0:
         return v.new_zeros(v.shape), state
     size = min(CHUNK, time)
     q, k, v = (rearrange(_fill(x, size), "b (n c) h d -> (b h) n c d", c=size) for x in (q, k, v))
     chunks = q.shape[1]
-    ids = None if documents is None else _document_chunks(documents, document, size, heads)
+    ids = None if documents is None or document is None else _document_chunks(documents, document, size, heads)
     decay = None if log_decay is None else _decay_chunks(log_decay, documents, batch, time, size, heads)
 
     weights = q @ k.transpose(-1, -2)
@@ -69,6 +91,8 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, state: Te
         weights = weights * between.masked_fill(~causal, float("-inf")).exp()
     seen = causal if ids is None else causal & (ids[0][..., :, None] == ids[0][..., None, :])
     y = weights.masked_fill(~seen, 0) @ v
+    if alone and chunks == 1:
+        return rearrange(y, "(b h) 1 c d -> b c h d", b=batch)[:, :time], state
 
     # What each chunk adds to the state, and how much of the state before it is left after it.
     keys = k if decay is None else k * (decay[..., -1:] - decay).exp()[..., None]

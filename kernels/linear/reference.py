@@ -6,12 +6,27 @@ import torch
 from torch import Tensor
 
 
-def linear_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, normalise: bool, log_decay: Tensor | None,
-                     kv: Tensor | None, z: Tensor | None, documents: Tensor | None,
-                     document: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Arguments and results as in `op.linear_attention`, the state filled in (kv, z, document) by the op."""
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    normalise: bool,
+    log_decay: Tensor | None,
+    kv: Tensor | None,
+    z: Tensor | None,
+    documents: Tensor | None,
+    document: Tensor | None,
+    alone: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Arguments and results as in `op.linear_attention`, the state filled in (kv, z, document) by the op.
+
+    `alone`: there is no state before the row and none is wanted after it; the definition does not care.
+    """
     if not causal:
         return _bidirectional(q, k, v, normalise, documents), None, None
+    assert kv is not None
     wide = kv.dtype
     rows = []
     for t in range(q.shape[1]):
@@ -19,7 +34,7 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, normalise
         decay = torch.ones(*kv.shape[:2], dtype=wide, device=kv.device)
         if log_decay is not None:
             decay = (log_decay.expand(q.shape[:3])[:, t]).to(wide).exp()
-        if documents is not None:
+        if documents is not None and document is not None:
             now = documents[:, t]
             real = now > 0
             fresh = real & (now != document)
@@ -28,7 +43,7 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, normalise
             document = torch.where(real, now, document)
         kv = decay[..., None, None] * kv + torch.einsum("bhk,bhv->bhkv", k_t, v_t)
         y_t = torch.einsum("bhk,bhkv->bhv", q_t, kv)
-        if normalise:
+        if z is not None:
             z = decay[..., None] * z + k_t
             total = torch.einsum("bhk,bhk->bh", q_t, z)[..., None]
             y_t = y_t / total.masked_fill(total == 0, 1)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
+
 from arch.cost import measure, on_meta
 from arch.language_model import LanguageModel
 from mixers import registry
 from mixers.base import Mixer
-from torch import nn
 
 MIXERS = {"window": {"window": 5}, "gqa": {"n_heads": 4, "n_kv_heads": 2}, "based": {"feature_dim": 3}}
 D, V = 16, 11
@@ -32,15 +33,23 @@ def multiply_adds(model, length):
                         # S += k v^T, q S, and the normaliser as one more value.
                         count += 2 * mixer.n_heads * mixer.feature_dim * (mixer.value_dim + 1)
                     else:
-                        seen = sum(1 for j in range(length) if (j <= i or not mixer.causal) and (mixer.window is None or abs(i - j) < mixer.window))
+                        seen = sum(
+                            1
+                            for j in range(length)
+                            if (j <= i or not mixer.causal) and (mixer.window is None or abs(i - j) < mixer.window)
+                        )
                         count += mixer.n_heads * seen * 2 * mixer.head_dim
             if block.mlp is not None:
-                count += sum(m.in_features * m.out_features for m in block.mlp.mlp.modules() if isinstance(m, nn.Linear))
+                count += sum(
+                    m.in_features * m.out_features for m in block.mlp.mlp.modules() if isinstance(m, nn.Linear)
+                )
         count += D * V
     return count
 
 
-@pytest.mark.parametrize("layout", ["mha", "gqa", "mqa", "window", "linear", "based", "mha + linear|window", "gqa@a + mlp + gqa@a"])
+@pytest.mark.parametrize(
+    "layout", ["mha", "gqa", "mqa", "window", "linear", "based", "mha + linear|window", "gqa@a + mlp + gqa@a"]
+)
 @pytest.mark.parametrize("length", [1, 4, 17])
 @pytest.mark.parametrize("options", [{}, dict(convolution=4, mlp="gelu")], ids=["plain", "convolution"])
 def test_flops_equal_brute_force(layout, length, options):
@@ -58,12 +67,18 @@ def test_bidirectional_flops_equal_brute_force(name):
     model = LanguageModel(name, vocabulary=V, d_model=D, mixers={name: {"causal": False} | MIXERS.get(name, {})})
     cost = measure(model, 9)
     assert cost.flops_per_token_forward * 9 == 2 * multiply_adds(model, 9)
-    assert cost.state_bytes is None and not any("state_bytes" in metric or "decode" in metric for metric in cost.metrics())
+    assert cost.state_bytes is None and not any(
+        "state_bytes" in metric or "decode" in metric for metric in cost.metrics()
+    )
 
 
 def test_core_growth():
     """C20: T to 2T: T (T + 1) / 2 pairs for causal attention (3.97 times at 64), twice for linear attention."""
-    cost = {(name, n): measure(LanguageModel(name, vocabulary=1, d_model=64, mlp="none"), n) for name in ("mha", "linear") for n in (64, 128)}
+    cost = {
+        (name, n): measure(LanguageModel(name, vocabulary=1, d_model=64, mlp="none"), n)
+        for name in ("mha", "linear")
+        for n in (64, 128)
+    }
     outside = 2 * (4 * 64 * 64 * 2 + 64)  # projections of two layers and the head, a token
     core = {key: (value.flops_per_token_forward - outside) * key[1] for key, value in cost.items()}
     assert core["mha", 128] / core["mha", 64] == pytest.approx(128 * 129 / (64 * 65)) == pytest.approx(3.97, abs=0.01)
@@ -76,7 +91,9 @@ def test_state_bytes_equal_live_tensors(layout, length):
     model = build(layout, convolution=4)
     with torch.no_grad():
         _, state = model.prefill(torch.randint(0, V, (1, length)))
-    assert measure(model, length).state_bytes == sum(t.numel() * t.element_size() for t in state.tensors.values() if t.is_floating_point())
+    assert measure(model, length).state_bytes == sum(
+        t.numel() * t.element_size() for t in state.tensors.values() if t.is_floating_point()
+    )
 
 
 def test_parameters_by_hand():
@@ -90,8 +107,15 @@ def test_parameters_by_hand():
 def test_llama_parameters_equal_transformers():
     """Built on meta: 8,030,261,248 for Llama-3.1-8B."""
     with torch.device("meta"):
-        model = LanguageModel("gqa", vocabulary=128_256, d_model=4096, n_layers=32, mlp_width=14_336, tied=False,
-                              mixers={"gqa": {"n_heads": 32, "n_kv_heads": 8}})
+        model = LanguageModel(
+            "gqa",
+            vocabulary=128_256,
+            d_model=4096,
+            n_layers=32,
+            mlp_width=14_336,
+            tied=False,
+            mixers={"gqa": {"n_heads": 32, "n_kv_heads": 8}},
+        )
     cost = measure(model, 1_000_000)
     assert cost.parameters == 8_030_261_248
     assert cost.state_bytes == 2 * 32 * 8 * 128 * 1_000_000 * 4
@@ -99,8 +123,17 @@ def test_llama_parameters_equal_transformers():
 
 def test_metrics_have_the_contracts_names():
     metrics = measure(build("mha"), 64).metrics()
-    assert set(metrics) == {f"complexity/{name}" for name in ("parameters", "parameters_without_embeddings",
-                            "flops_per_token_forward", "flops_per_token_train", "state_bytes_at_64", "decode_flops_per_token_at_64")}
+    assert set(metrics) == {
+        f"complexity/{name}"
+        for name in (
+            "parameters",
+            "parameters_without_embeddings",
+            "flops_per_token_forward",
+            "flops_per_token_train",
+            "state_bytes_at_64",
+            "decode_flops_per_token_at_64",
+        )
+    }
 
 
 def test_measuring_leaves_the_model_alone():

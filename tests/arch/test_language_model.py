@@ -6,19 +6,31 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
+
 from arch.language_model import LanguageModel
 from arch.stack import sinusoids
 from mixers.base import Packing
-from torch.nn.functional import cross_entropy
 
-LAYOUTS = ["mha", "gqa|linear", "linear + window + mha", "window + mha + linear", "mha + linear + window",
-           "mha@a + based + mha@a", "mqa + mlp with window at 1"]
+LAYOUTS = [
+    "mha",
+    "gqa|linear",
+    "linear + window + mha",
+    "window + mha + linear",
+    "mha + linear + window",
+    "mha@a + based + mha@a",
+    "mqa + mlp with window at 1",
+]
 MIXERS = {"window": {"window": 4}, "mha": {"n_heads": 2}, "gqa": {"n_heads": 4}, "based": {"feature_dim": 4}}
 
 
 def build(layout="mha + linear", **options):
     torch.manual_seed(0)
-    return LanguageModel(layout, vocabulary=17, d_model=16, **({"mixers": MIXERS, "init_std": 0.5} | options)).double().eval()
+    return (
+        LanguageModel(layout, vocabulary=17, d_model=16, **({"mixers": MIXERS, "init_std": 0.5} | options))
+        .double()
+        .eval()
+    )
 
 
 def differ(a, b):
@@ -26,8 +38,15 @@ def differ(a, b):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("options", [dict(convolution=4), dict(position="sinusoidal", parallel="mean"),
-                                     dict(position="learned", max_length=12, logit_softcap=5.0)], ids=lambda o: "-".join(o))
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(convolution=4),
+        dict(position="sinusoidal", parallel="mean"),
+        dict(position="learned", max_length=12, logit_softcap=5.0),
+    ],
+    ids=lambda o: "-".join(o),
+)
 def test_prefill_and_extend_equal_forward(layout, options):
     """C31: every order of linear, window and full attention; ragged prompts with pads on the left."""
     model = build(layout, **options)
@@ -37,14 +56,14 @@ def test_prefill_and_extend_equal_forward(layout, options):
     whole = model(tokens, packing)
     with torch.no_grad():
         for cuts in ([0, 8, 12], [0, 9, 10, 11, 12]):
-            logits, state = model.prefill(tokens[:, :cuts[1]], Packing(ids[:, :cuts[1]]))
+            logits, state = model.prefill(tokens[:, : cuts[1]], Packing(ids[:, : cuts[1]]))
             pieces = [logits]
             for a, b in pairwise(cuts[1:]):
                 logits, state = model.extend(tokens[:, a:b], state)
                 pieces.append(logits)
             assert torch.allclose(torch.cat(pieces, 1)[ids > 0], whole[ids > 0], atol=1e-12)
     for row, n in enumerate(lengths):
-        assert torch.allclose(whole[row, 12 - n:], model(tokens[row:row + 1, 12 - n:])[0], atol=1e-12)
+        assert torch.allclose(whole[row, 12 - n :], model(tokens[row : row + 1, 12 - n :])[0], atol=1e-12)
 
 
 def test_any_token_id_may_stand_at_a_pad():
@@ -53,10 +72,27 @@ def test_any_token_id_may_stand_at_a_pad():
     assert torch.equal(a[ids > 0], b[ids > 0])
 
 
-@pytest.mark.parametrize("options", [
-    dict(mlp="gelu"), dict(mlp="geglu"), dict(mlp="none"), dict(mlp_width=40), dict(norm="layernorm"), dict(sandwich=True), dict(bias=True),
-    dict(convolution=3), dict(position="learned"), dict(position="sinusoidal"), dict(tied=False), dict(logit_softcap=0.5),
-    dict(init_std=0.1), dict(n_layers=4), dict(mixers={"mha": {"n_heads": 4}})], ids=lambda o: "-".join(o))
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(mlp="gelu"),
+        dict(mlp="geglu"),
+        dict(mlp="none"),
+        dict(mlp_width=40),
+        dict(norm="layernorm"),
+        dict(sandwich=True),
+        dict(bias=True),
+        dict(convolution=3),
+        dict(position="learned"),
+        dict(position="sinusoidal"),
+        dict(tied=False),
+        dict(logit_softcap=0.5),
+        dict(init_std=0.1),
+        dict(n_layers=4),
+        dict(mixers={"mha": {"n_heads": 4}}),
+    ],
+    ids=lambda o: "-".join(o),
+)
 def test_every_option_has_an_effect(options):
     """C42."""
     tokens = torch.arange(12).view(1, 12)
@@ -89,7 +125,7 @@ def test_max_length_limits_learned_positions_only():
 
 def test_sinusoids_by_hand():
     """Vaswani et al. 2017, section 3.5: PE(pos, 2i) = sin(pos / 10000^(2i/d)), PE(pos, 2i+1) = cos of the same."""
-    expected = torch.tensor([3.0, 3 / 10_000 ** 0.5]).double()
+    expected = torch.tensor([3.0, 3 / 10_000**0.5]).double()
     got = sinusoids(torch.tensor([3]), 4, torch.float64)[0]
     assert torch.allclose(got, torch.stack([expected.sin(), expected.cos()], 1).flatten(), atol=1e-12)
 
@@ -105,11 +141,15 @@ def test_shared_blocks_are_one_set_of_weights_with_two_states():
 
 
 def test_an_alias_starts_from_the_options_of_its_mixer():
-    model = build("local + window", mixers={"window": {"window": 4, "n_heads": 2}, "local": {"mixer": "window", "window": 2}})
+    model = build(
+        "local + window", mixers={"window": {"window": 4, "n_heads": 2}, "local": {"mixer": "window", "window": 2}}
+    )
     local, window = (block.mixing.mixers[0] for block in model.stack.blocks)
     assert (local.window, local.n_heads, window.window, window.n_heads) == (2, 2, 4, 2)
-    assert dict(model.used) == {"local": {"mixer": "window", "window": 2, "n_heads": 2},
-                                "window": {"mixer": "window", "window": 4, "n_heads": 2}}
+    assert dict(model.used) == {
+        "local": {"mixer": "window", "window": 2, "n_heads": 2},
+        "window": {"mixer": "window", "window": 4, "n_heads": 2},
+    }
 
 
 def test_mlp_layers_of_their_own_leave_the_others_without():
@@ -131,18 +171,32 @@ def test_one_training_step_reaches_every_parameter_and_reloads_weights_only(layo
     assert torch.equal(other(tokens), model.eval()(tokens))
 
 
-@pytest.mark.parametrize(("layout", "options", "message"), [
-    ("mha + linaer", {}, "linear"), ("mha", dict(mixers={"mha": {"n_head": 2}}), r"model.mixers.mha: mixer 'mha' has no option 'n_head' \(did you mean 'n_heads'"),
-    ("mha", dict(mixers={"gqa": {"n_kv_head": 2}}), "did you mean 'n_kv_heads'"),
-    ("mha", dict(mixers={"mha": {"n_heads": 3}}), "n_heads=3 must divide d_model=16"),
-    ("mha", dict(mixers={"local": {"window": 3}}), "model.mixers.local is no registered mixer"),
-    ("mha", dict(mixers={"local": {"mixer": "windo"}}), "did you mean 'window'"),
-    ("mha", dict(mixers={"mha": {"mixer": "gqa"}}), "cannot be an alias"), ("mha", dict(mixers={"mha": 3}), "must be a mapping"),
-    ("mha", dict(mixers={"at": {"mixer": "mha"}}), "reserved"), ("mamba + mha", {}, "mamba"),
-    ("mha + mlp", dict(mlp="none"), "contradicts"), ("mha", dict(mlp_width=0), "mlp_width=0"),
-    ("mha", dict(convolution=0), "convolution=0"), ("mha", dict(dropout=1.0), "dropout=1.0"),
-    ("mha", dict(logit_softcap=0.0), "logit_softcap=0.0"), ("mha", dict(n_layers=0), "n_layers"),
-    ("mha", dict(max_length=0, position="learned"), "max_length=0")])
+@pytest.mark.parametrize(
+    ("layout", "options", "message"),
+    [
+        ("mha + linaer", {}, "linear"),
+        (
+            "mha",
+            dict(mixers={"mha": {"n_head": 2}}),
+            r"model.mixers.mha: mixer 'mha' has no option 'n_head' \(did you mean 'n_heads'",
+        ),
+        ("mha", dict(mixers={"gqa": {"n_kv_head": 2}}), "did you mean 'n_kv_heads'"),
+        ("mha", dict(mixers={"mha": {"n_heads": 3}}), "n_heads=3 must divide d_model=16"),
+        ("mha", dict(mixers={"local": {"window": 3}}), "model.mixers.local is no registered mixer"),
+        ("mha", dict(mixers={"local": {"mixer": "windo"}}), "did you mean 'window'"),
+        ("mha", dict(mixers={"mha": {"mixer": "gqa"}}), "cannot be an alias"),
+        ("mha", dict(mixers={"mha": 3}), "must be a mapping"),
+        ("mha", dict(mixers={"at": {"mixer": "mha"}}), "reserved"),
+        ("mamba + mha", {}, "mamba"),
+        ("mha + mlp", dict(mlp="none"), "contradicts"),
+        ("mha", dict(mlp_width=0), "mlp_width=0"),
+        ("mha", dict(convolution=0), "convolution=0"),
+        ("mha", dict(dropout=1.0), "dropout=1.0"),
+        ("mha", dict(logit_softcap=0.0), "logit_softcap=0.0"),
+        ("mha", dict(n_layers=0), "n_layers"),
+        ("mha", dict(max_length=0, position="learned"), "max_length=0"),
+    ],
+)
 def test_wrong_models_are_named(layout, options, message):
     with pytest.raises(ValueError, match=message):
         build(layout, **options)

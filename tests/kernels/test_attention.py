@@ -6,9 +6,10 @@ import math
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
+
 from kernels import backend, flops
 from kernels.attention.op import attention, visible_pairs
-from torch.nn.functional import scaled_dot_product_attention
 
 IMPLEMENTATIONS = ("portable", "reference")
 
@@ -20,7 +21,7 @@ def implementation(request):
 
 
 def by_pairs(q, k, v, visible, *, scale=None, softcap=None, slopes=None, sinks=None):
-    """The definition, one query, head and key at a time in Python floats; `visible(b, i, j)` gives the distance or None."""
+    """The definition, a query, head and key at a time in Python floats; `visible(b, i, j)` is the distance or None."""
     batch, queries, heads, width = q.shape
     y = torch.zeros(batch, queries, heads, v.shape[3], dtype=torch.float64)
     lse = torch.full((batch, queries, heads), float("-inf"), dtype=torch.float64)
@@ -33,7 +34,7 @@ def by_pairs(q, k, v, visible, *, scale=None, softcap=None, slopes=None, sinks=N
                     distance = visible(b, i, j)
                     if distance is None:
                         continue
-                    s = float(q[b, i, h] @ k[b, j, g]) * (width ** -0.5 if scale is None else scale)
+                    s = float(q[b, i, h] @ k[b, j, g]) * (width**-0.5 if scale is None else scale)
                     s = s if softcap is None else softcap * math.tanh(s / softcap)
                     scores[j] = s - (0 if slopes is None else float(slopes[h]) * abs(distance))
                 total = sum(math.exp(s) for s in scores.values()) + (0 if sinks is None else math.exp(float(sinks[h])))
@@ -53,8 +54,9 @@ def random_qkv(queries=5, keys=7, heads=4, groups=2, key_dim=6, value_dim=3, bat
 def end_aligned(queries, keys, causal, window):
     def visible(b, i, j):
         d = i + keys - queries - j
-        inside = 0 <= d if causal else True
+        inside = d >= 0 if causal else True
         return d if inside and (window is None or abs(d) < window) else None
+
     return visible
 
 
@@ -70,8 +72,18 @@ def test_equals_definition_end_aligned(implementation, causal, window, queries, 
     assert torch.allclose(got_lse, lse, atol=1e-12)
 
 
-@pytest.mark.parametrize("options", [dict(scale=1.0), dict(scale=0.3), dict(softcap=0.7), dict(slopes=True), dict(sinks=True),
-                                     dict(softcap=2.0, slopes=True, sinks=True)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(scale=1.0),
+        dict(scale=0.3),
+        dict(softcap=0.7),
+        dict(slopes=True),
+        dict(sinks=True),
+        dict(softcap=2.0, slopes=True, sinks=True),
+    ],
+    ids=str,
+)
 def test_options_equal_definition(implementation, options):
     q, k, v = random_qkv(5, 5)
     slopes = torch.tensor([0.5, 0.25, 0.125, 2.0], dtype=torch.float64) if options.pop("slopes", False) else None
@@ -91,11 +103,19 @@ def test_positions_and_documents_equal_definition(implementation, window):
     def visible(b, i, j):
         d = int(q_positions[b, i] - k_positions[b, j])
         same = q_documents[b, i] == k_documents[b, j] and q_documents[b, i] > 0
-        return d if same and 0 <= d and (window is None or d < window) else None
+        return d if same and d >= 0 and (window is None or d < window) else None
 
     expected, _ = by_pairs(q, k, v, visible)
-    got = attention(q, k, v, window=window, q_positions=q_positions, k_positions=k_positions, q_documents=q_documents,
-                    k_documents=k_documents)
+    got = attention(
+        q,
+        k,
+        v,
+        window=window,
+        q_positions=q_positions,
+        k_positions=k_positions,
+        q_documents=q_documents,
+        k_documents=k_documents,
+    )
     assert torch.allclose(got, expected, atol=1e-12)
     assert (got[0, 3] == 0).all()
 
@@ -164,7 +184,11 @@ def test_strided_inputs_equal_contiguous_ones(implementation):
     """C32."""
     torch.manual_seed(0)
     fused = torch.randn(2, 9, 3, 4, 16, dtype=torch.float64)
-    q, k, v = fused[:, :, 0, :, ::2], fused[:, :, 1, :, ::2], torch.randn(2, 1, 4, 5, dtype=torch.float64).expand(2, 9, 4, 5)
+    q, k, v = (
+        fused[:, :, 0, :, ::2],
+        fused[:, :, 1, :, ::2],
+        torch.randn(2, 1, 4, 5, dtype=torch.float64).expand(2, 9, 4, 5),
+    )
     expected = attention(q.contiguous(), k.contiguous(), v.contiguous(), window=4)
     assert torch.equal(attention(q, k, v, window=4), expected)
 
@@ -212,14 +236,20 @@ def test_flops_by_hand():
         assert count.total == expected and not count.dense
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (dict(window=0), "window=0 must be at least 1"), (dict(softcap=0.0), "softcap=0.0 must be above 0"),
-    (dict(k=torch.zeros(2, 4, 3, 6), v=torch.zeros(2, 4, 3, 3)), "H=4 query heads must be a multiple of G=3"),
-    (dict(k=torch.zeros(2, 4, 2, 5)), "wants q"), (dict(v=torch.zeros(2, 4, 2, 3).half()), "one floating dtype"),
-    (dict(q_positions=torch.zeros(2, 4)), "q_positions and k_positions together"),
-    (dict(sinks=torch.zeros(3)), r"sinks must have shape \[4\]; got \[3\]"),
-    (dict(k_documents=torch.zeros(2, 3)), r"k_documents must have shape \[2, 4\]")],
-    ids=lambda part: None if isinstance(part, dict) else part[:12])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(window=0), "window=0 must be at least 1"),
+        (dict(softcap=0.0), "softcap=0.0 must be above 0"),
+        (dict(k=torch.zeros(2, 4, 3, 6), v=torch.zeros(2, 4, 3, 3)), "H=4 query heads must be a multiple of G=3"),
+        (dict(k=torch.zeros(2, 4, 2, 5)), "wants q"),
+        (dict(v=torch.zeros(2, 4, 2, 3).half()), "one floating dtype"),
+        (dict(q_positions=torch.zeros(2, 4)), "q_positions and k_positions together"),
+        (dict(sinks=torch.zeros(3)), r"sinks must have shape \[4\]; got \[3\]"),
+        (dict(k_documents=torch.zeros(2, 3)), r"k_documents must have shape \[2, 4\]"),
+    ],
+    ids=lambda part: None if isinstance(part, dict) else part[:12],
+)
 def test_bad_input_is_named(change, message):
     q, k, v = random_qkv(4, 4, dtype=torch.float32)
     arguments = dict(q=q, k=k, v=v) | change

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from kernels import backend, flops
 from kernels.conv.op import causal_conv
 
@@ -32,10 +33,16 @@ def test_equals_sum_over_taps(implementation, width, packed):
     x, weight, bias = torch.randn(2, 6, 3).double(), torch.randn(width, 3).double(), torch.randn(3).double()
     tail = torch.randn(2, width - 1, 3).double()
     ids = IDS if packed else torch.ones_like(IDS)
-    tail_ids = torch.randint(0, 3, (2, width - 1), dtype=torch.int32) if packed else torch.ones(2, width - 1, dtype=torch.int32)
+    tail_ids = (
+        torch.randint(0, 3, (2, width - 1), dtype=torch.int32)
+        if packed
+        else torch.ones(2, width - 1, dtype=torch.int32)
+    )
     expected = by_taps(x, weight, bias, tail, ids, tail_ids)
     with backend.using(implementation):
-        got = causal_conv(x, weight, bias, tail=tail, **(dict(documents=ids, tail_documents=tail_ids) if packed else {}))
+        got = causal_conv(
+            x, weight, bias, tail=tail, **(dict(documents=ids, tail_documents=tail_ids) if packed else {})
+        )
     real = ids > 0
     assert torch.allclose(got[real], expected[real], atol=1e-12)
 
@@ -49,7 +56,8 @@ def test_gradients_match_finite_differences():
     x, weight, tail = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((2, 6, 2), (3, 2), (2, 2, 2)))
     tail_ids = torch.tensor([[0, 1], [3, 3]], dtype=torch.int32)
     assert torch.autograd.gradcheck(
-        lambda x, w, t: causal_conv(x, w, tail=t, documents=IDS, tail_documents=tail_ids), (x, weight, tail))
+        lambda x, w, t: causal_conv(x, w, tail=t, documents=IDS, tail_documents=tail_ids), (x, weight, tail)
+    )
 
 
 @pytest.mark.parametrize(("time", "width"), [(1, 4), (3, 4), (9, 4), (5, 1), (0, 3)])

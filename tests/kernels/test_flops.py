@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.functional import linear, scaled_dot_product_attention
+
 from kernels.attention.op import attention
 from kernels.flops import FlopCounter
-from torch.nn.functional import linear, scaled_dot_product_attention
 
 
 def test_matrix_products_count_two_a_multiply_add():
@@ -37,7 +38,9 @@ def test_foreign_attention_is_tagged_as_densely_counted(device):
     with FlopCounter() as fused:
         scaled_dot_product_attention(q, q, q, is_causal=True)
     with FlopCounter() as eager:
-        (q @ q.transpose(-1, -2)).masked_fill(torch.ones(16, 16, dtype=torch.bool, device=device).triu(1), float("-inf")).softmax(-1) @ q
+        (q @ q.transpose(-1, -2)).masked_fill(
+            torch.ones(16, 16, dtype=torch.bool, device=device).triu(1), float("-inf")
+        ).softmax(-1) @ q
     assert fused.dense and eager.dense
     assert fused.total == eager.total == 4 * 2 * 16 * 16 * 8
 
@@ -48,5 +51,5 @@ def test_custom_operator_without_a_formula_is_refused():
         return x.clone()
 
     mystery.register_fake(torch.empty_like)
-    with pytest.raises(ValueError, match="mixerlab_test.mystery has no FLOP formula"), FlopCounter():
+    with pytest.raises(ValueError, match=r"mixerlab_test\.mystery has no FLOP formula"), FlopCounter():
         mystery(torch.empty(3, device="meta"))

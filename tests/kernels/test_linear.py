@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+
 from kernels import backend, flops
 from kernels.linear import portable
 from kernels.linear.op import linear_attention
@@ -60,7 +61,9 @@ def test_equals_sum_over_pairs(implementation, small_chunks, packed, normalise, 
     ids = IDS if packed else None
     log_decay = -torch.rand(2, 11, 3, dtype=torch.float64) if kind == "decay" else None
     expected = by_pairs(q, k, v, normalise, ids, log_decay, kind != "bidirectional")
-    y, kv, z = linear_attention(q, k, v, normalise=normalise, documents=ids, log_decay=log_decay, causal=kind != "bidirectional")
+    y, kv, z = linear_attention(
+        q, k, v, normalise=normalise, documents=ids, log_decay=log_decay, causal=kind != "bidirectional"
+    )
     real = torch.ones(2, 11, dtype=torch.bool) if ids is None else ids > 0
     assert torch.allclose(y[real], expected[real], atol=1e-12)
     assert (kv is None) == (kind == "bidirectional") and (z is not None) == (normalise and kind != "bidirectional")
@@ -83,6 +86,17 @@ def test_state_carries_over_any_cut(implementation, small_chunks, packed, cuts):
     real = IDS > 0 if packed else torch.ones(2, 11, dtype=torch.bool)
     assert torch.allclose(torch.cat(pieces, 1)[real], whole[0][real], atol=1e-12)
     assert torch.allclose(kv, whole[1], atol=1e-12) and torch.allclose(z, whole[2], atol=1e-12)
+
+
+@pytest.mark.parametrize("time", [3, 11])
+@pytest.mark.parametrize("packed", [False, True])
+def test_without_a_state_the_output_is_the_same(implementation, small_chunks, time, packed):
+    q, k, v = (t[:, :time] for t in inputs())
+    ids = IDS[:, :time] if packed else None
+    expected = linear_attention(q, k, v, documents=ids)[0]
+    y, kv, z = linear_attention(q, k, v, documents=ids, return_state=False)
+    real = torch.ones(2, time, dtype=torch.bool) if ids is None else ids > 0
+    assert torch.allclose(y[real], expected[real], atol=1e-12) and kv is None and z is None
 
 
 def test_gradients_pass_through_state_in_and_out(implementation, small_chunks):
@@ -138,12 +152,16 @@ def test_flops_are_the_multiply_adds_of_the_recurrence(normalise):
     assert counter.total == 2 * count
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (dict(causal=False, log_decay=torch.zeros(3).double()), "causal=False has no decay"),
-    (dict(kv=torch.zeros(2, 3, 4, 4)), r"kv must have shape \[2, 3, 5, 4\]"),
-    (dict(kv=torch.zeros(2, 3, 5, 4), documents=IDS), "needs `document`"),
-    (dict(log_decay=torch.zeros(2)), "log_decay must have shape")],
-    ids=lambda part: None if isinstance(part, dict) else part[:12])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(causal=False, log_decay=torch.zeros(3).double()), "causal=False has no decay"),
+        (dict(kv=torch.zeros(2, 3, 4, 4)), r"kv must have shape \[2, 3, 5, 4\]"),
+        (dict(kv=torch.zeros(2, 3, 5, 4), documents=IDS), "needs `document`"),
+        (dict(log_decay=torch.zeros(2)), "log_decay must have shape"),
+    ],
+    ids=lambda part: None if isinstance(part, dict) else part[:12],
+)
 def test_bad_input_is_named(change, message):
     with pytest.raises(ValueError, match=message):
         linear_attention(*inputs(), **change)

@@ -9,12 +9,13 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from arch.block import BlockOptions
 from arch.stack import Stack
 from mixers import registry
 from mixers.base import Mixer, Packing
 from mixers.convolution import ShortConvolution
-from torch import Tensor, nn
 
 WIDTH, TIME, ROWS = 8, 13, 3
 
@@ -64,7 +65,7 @@ def alone(mixer, x, ids):
         for document in documents.unique().tolist():
             where = (documents == document).nonzero()[:, 0]
             if document:
-                y[row, where] = mixer(x[row:row + 1, where])[0]
+                y[row, where] = mixer(x[row : row + 1, where])[0]
     return y
 
 
@@ -129,7 +130,7 @@ def test_ragged_prefill_then_decode_without_packing(mixer, side):
         _, state = mixer.extend(x[:, :time], mixer.start(ROWS, x), Packing(ids))
         fork, pieces = state.clone(), []
         for t in range(time, time + 4):
-            y, state = mixer.extend(x[:, t:t + 1], state)
+            y, state = mixer.extend(x[:, t : t + 1], state)
             pieces.append(y)
         at_once, _ = mixer.extend(x[:, time:], fork)
     for row in range(ROWS):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from mixers import registry
 
 transformers = pytest.importorskip("transformers")
@@ -27,16 +28,36 @@ def copy_weights(source, target):
 @pytest.mark.parametrize("time", [1, 17, 63])
 @pytest.mark.parametrize("bias", [False, True])
 def test_gqa_with_rope_equals_llama(time, bias):
-    config = LlamaConfig(hidden_size=64, num_attention_heads=8, num_key_value_heads=2, attention_bias=bias,
-                         attn_implementation="eager", rope_theta=500_000.0)
-    check(LlamaAttention, config, time, None, registry.build("gqa", 64, n_heads=8, n_kv_heads=2, bias=bias, rope_base=500_000.0))
+    config = LlamaConfig(
+        hidden_size=64,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        attention_bias=bias,
+        attn_implementation="eager",
+        rope_theta=500_000.0,
+    )
+    check(
+        LlamaAttention,
+        config,
+        time,
+        None,
+        registry.build("gqa", 64, n_heads=8, n_kv_heads=2, bias=bias, rope_base=500_000.0),
+    )
 
 
 def test_window_equals_mistral():
-    config = MistralConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, sliding_window=5,
-                           attn_implementation="eager")
+    config = MistralConfig(
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        sliding_window=5,
+        attn_implementation="eager",
+    )
     base = config.rope_parameters["rope_theta"]
-    check(MistralAttention, config, 33, 5, registry.build("window", 64, n_heads=4, n_kv_heads=2, window=5, rope_base=base))
+    check(
+        MistralAttention, config, 33, 5, registry.build("window", 64, n_heads=4, n_kv_heads=2, window=5, rope_base=base)
+    )
 
 
 def check(cls, config, time, window, ours):
@@ -52,8 +73,10 @@ def check(cls, config, time, window, ours):
     weight = torch.randn_like(got)
     names = ["x", "q", "k", "v", "o"]
     grads = torch.autograd.grad((got * weight).sum(), (x, ours.q.weight, ours.k.weight, ours.v.weight, ours.out.weight))
-    wanted = torch.autograd.grad((expected * weight).sum(), (x, module.q_proj.weight, module.k_proj.weight,
-                                                             module.v_proj.weight, module.o_proj.weight))
+    wanted = torch.autograd.grad(
+        (expected * weight).sum(),
+        (x, module.q_proj.weight, module.k_proj.weight, module.v_proj.weight, module.o_proj.weight),
+    )
     if time == 1:  # one key: its weight is 1 whatever the query, so both gradients are rounding
         names, grads, wanted = ["x", "v", "o"], [grads[0], *grads[3:]], [wanted[0], *wanted[3:]]
     errors = {name: relative(a, b) for name, a, b in zip(names, grads, wanted, strict=True)}

@@ -7,25 +7,43 @@ from typing import Literal
 
 import pytest
 import torch
+
 from mixers import registry
 from mixers.base import Mixer
 from mixers.options import call, defaults
 from mixers.parts import head_count
 
 
-def example(width: int, *, rate: float = 1.0, kind: Literal["a", "abc"] = "a", count: int | None = None, on: bool = False,
-            sizes: list[int] | tuple[int, ...] = (1, 2), name: str = "x", mixed: int | Literal["auto"] = "auto"):
+def example(
+    width: int,
+    *,
+    rate: float = 1.0,
+    kind: Literal["a", "abc"] = "a",
+    count: int | None = None,
+    on: bool = False,
+    sizes: list[int] | tuple[int, ...] = (1, 2),
+    name: str = "x",
+    mixed: int | Literal["auto"] = "auto",
+):
     return locals()
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    (dict(rat=1.0), r"thing has no option 'rat' \(did you mean 'rate'\?\); options: rate, kind"),
-    (dict(rate="fast"), "thing: rate='fast' must be a number"), (dict(rate=True), "thing: rate=True must be a number"),
-    (dict(kind="abd"), r"thing: kind='abd' is not allowed \(did you mean 'abc'\?\); allowed: a, abc"),
-    (dict(count=1.5), "thing: count=1.5 must be a whole number or null"), (dict(count=True), "count=True must be"),
-    (dict(on=1), "thing: on=1 must be true or false"), (dict(sizes=3), "thing: sizes=3 must be a list"),
-    (dict(sizes=[1, "b"]), "sizes=.* must be a list of whole numbers"), (dict(name=None), "name=None must be a text"),
-    (dict(mixed="aut"), "mixed='aut' is not allowed .did you mean 'auto'.*")])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(rat=1.0), r"thing has no option 'rat' \(did you mean 'rate'\?\); options: rate, kind"),
+        (dict(rate="fast"), "thing: rate='fast' must be a number"),
+        (dict(rate=True), "thing: rate=True must be a number"),
+        (dict(kind="abd"), r"thing: kind='abd' is not allowed \(did you mean 'abc'\?\); allowed: a, abc"),
+        (dict(count=1.5), "thing: count=1.5 must be a whole number or null"),
+        (dict(count=True), "count=True must be"),
+        (dict(on=1), "thing: on=1 must be true or false"),
+        (dict(sizes=3), "thing: sizes=3 must be a list"),
+        (dict(sizes=[1, "b"]), "sizes=.* must be a list of whole numbers"),
+        (dict(name=None), "name=None must be a text"),
+        (dict(mixed="aut"), "mixed='aut' is not allowed .did you mean 'auto'.*"),
+    ],
+)
 def test_wrong_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         call(example, options, "thing", width=3)
@@ -58,19 +76,34 @@ def test_defaults_are_the_signature():
 
 def test_names_options_and_build():
     assert registry.names()[:6] == ["mha", "gqa", "mqa", "window", "linear", "based"]
-    assert registry.options("based") == {"n_heads": None, "feature_dim": 16, "scale": None, "causal": True, "bias": False}
+    assert registry.options("based") == {
+        "n_heads": None,
+        "feature_dim": 16,
+        "scale": None,
+        "causal": True,
+        "bias": False,
+    }
     assert registry.build("gqa", 64, n_heads=4, n_kv_heads=2).n_kv_heads == 2
 
 
-@pytest.mark.parametrize(("name", "options", "message"), [
-    ("gqaa", {}, r"unknown mixer 'gqaa' \(did you mean 'gqa'\?\); registered: mha, gqa"),
-    ("gqa", dict(n_head=2), r"mixer 'gqa' has no option 'n_head' \(did you mean 'n_heads'\?\)"),
-    ("mha", dict(n_heads=5), "n_heads=5 must divide d_model=64"), ("mha", dict(n_heads=0), "n_heads=0 must divide"),
-    ("gqa", dict(n_heads=4, n_kv_heads=3), "n_heads=4 must be a multiple of n_kv_heads=3"),
-    ("window", dict(window=0), "window=0 must be at least 1"), ("mha", dict(position="rop"), "did you mean 'rope'"),
-    ("mha", dict(head_dim=5, n_heads=2), "head_dim=5 must be an even number"), ("mha", dict(softcap=0.0), "softcap=0.0"),
-    ("mha", dict(dropout=1.0), "dropout=1.0"), ("mha", dict(rope_fraction=0.0), "rope_fraction=0.0"),
-    ("based", dict(feature_dim=0), "feature_dim=0 must be at least 1"), ("linear", dict(feature_map="relu2"), "allowed: elu")])
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("gqaa", {}, r"unknown mixer 'gqaa' \(did you mean 'gqa'\?\); registered: mha, gqa"),
+        ("gqa", dict(n_head=2), r"mixer 'gqa' has no option 'n_head' \(did you mean 'n_heads'\?\)"),
+        ("mha", dict(n_heads=5), "n_heads=5 must divide d_model=64"),
+        ("mha", dict(n_heads=0), "n_heads=0 must divide"),
+        ("gqa", dict(n_heads=4, n_kv_heads=3), "n_heads=4 must be a multiple of n_kv_heads=3"),
+        ("window", dict(window=0), "window=0 must be at least 1"),
+        ("mha", dict(position="rop"), "did you mean 'rope'"),
+        ("mha", dict(head_dim=5, n_heads=2), "head_dim=5 must be an even number"),
+        ("mha", dict(softcap=0.0), "softcap=0.0"),
+        ("mha", dict(dropout=1.0), "dropout=1.0"),
+        ("mha", dict(rope_fraction=0.0), "rope_fraction=0.0"),
+        ("based", dict(feature_dim=0), "feature_dim=0 must be at least 1"),
+        ("linear", dict(feature_map="relu2"), "allowed: elu"),
+    ],
+)
 def test_wrong_mixers_are_named(name, options, message):
     with pytest.raises(ValueError, match=message):
         registry.build(name, 64, **options)
@@ -103,22 +136,46 @@ def test_register_adds_a_class_and_refuses_clashes(clean_registry):
             self.power = power
 
         def whole(self, x):
-            return x ** self.power
+            return x**self.power
 
     assert registry.names()[-1] == "mine" and registry.options("mine") == {"power": 2}
     assert registry.build("mine", 4, power=3)(torch.full((1, 1, 4), 2.0))[0, 0, 0] == 8
     assert registry.register("mine")(Mine) is Mine
-    for name, cls, message in (("mha", Mine, "name 'mha' is taken by mixers.mha"), ("mlp", Mine, "none of mlp"),
-                               ("my mixer", Mine, "must be an identifier"), ("other", int, "no subclass of")):
+    for name, cls, message in (
+        ("mha", Mine, "name 'mha' is taken by mixers.mha"),
+        ("mlp", Mine, "none of mlp"),
+        ("my mixer", Mine, "must be an identifier"),
+        ("other", int, "no subclass of"),
+    ):
         with pytest.raises(ValueError, match=message):
             registry.register(name)(cls)
 
 
-@pytest.mark.parametrize(("name", "options"), [
-    (name, {option: value}) for name in registry.names() for option, value in {
-        "n_heads": 2, "n_kv_heads": 2, "head_dim": 6, "window": 3, "causal": False, "position": "none", "rope_base": 7.0,
-        "rope_fraction": 0.5, "bias": True, "qk_norm": True, "scale": 1.0, "softcap": 0.1, "dropout": 0.5, "feature_dim": 3,
-    }.items() if option in registry.options(name)], ids=lambda v: "-".join(v) if isinstance(v, dict) else v)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        (name, {option: value})
+        for name in registry.names()
+        for option, value in {
+            "n_heads": 2,
+            "n_kv_heads": 2,
+            "head_dim": 6,
+            "window": 3,
+            "causal": False,
+            "position": "none",
+            "rope_base": 7.0,
+            "rope_fraction": 0.5,
+            "bias": True,
+            "qk_norm": True,
+            "scale": 1.0,
+            "softcap": 0.1,
+            "dropout": 0.5,
+            "feature_dim": 3,
+        }.items()
+        if option in registry.options(name)
+    ],
+    ids=lambda v: "-".join(v) if isinstance(v, dict) else v,
+)
 def test_every_option_has_an_effect(name, options):
     """C42: parameters or outputs change with it."""
     base = {"n_heads": 4} | ({"n_kv_heads": 1} if "n_kv_heads" in registry.options(name) else {})

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from mixers.rope import rotate
 
 
 def by_complex(x, positions, base):
     half = x.shape[-1] // 2
     angles = positions[..., None].double() * base ** (-torch.arange(half).double() / half)
-    turned = torch.complex(x[..., :half].double(), x[..., half:].double()) * torch.polar(torch.ones_like(angles), angles)[:, :, None]
+    turned = (
+        torch.complex(x[..., :half].double(), x[..., half:].double())
+        * torch.polar(torch.ones_like(angles), angles)[:, :, None]
+    )
     return torch.cat([turned.real, turned.imag], -1)
 
 
@@ -22,7 +26,9 @@ def test_turns_pairs_half_apart():
 def test_partial_rotation_leaves_the_rest():
     x, positions = torch.randn(1, 4, 1, 8).double(), torch.arange(4)[None]
     y = rotate(x, positions, 100.0, fraction=0.5)
-    assert torch.allclose(y[..., :4], by_complex(x[..., :4], positions, 100.0), atol=1e-12) and torch.equal(y[..., 4:], x[..., 4:])
+    assert torch.allclose(y[..., :4], by_complex(x[..., :4], positions, 100.0), atol=1e-12) and torch.equal(
+        y[..., 4:], x[..., 4:]
+    )
 
 
 def test_offset_is_a_rotation_by_that_many_steps_and_scores_depend_on_the_distance():
@@ -44,4 +50,4 @@ def test_angles_stay_wide_in_bf16(autocast):
         y = rotate(x, torch.arange(4096)[None], 10_000.0)
     expected = by_complex(x, torch.arange(4096)[None], 10_000.0)
     # bf16 holds the result itself to 2^-9 relative.
-    assert (y.double() - expected).abs().max() <= 2 ** -9 + 1e-3
+    assert (y.double() - expected).abs().max() <= 2**-9 + 1e-3

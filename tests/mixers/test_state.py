@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from mixers import registry
 from mixers.base import Memory, Packing, State, positions
 
@@ -12,10 +13,16 @@ def ids(*rows):
     return torch.tensor(rows, dtype=torch.int32)
 
 
-@pytest.mark.parametrize(("documents", "message"), [
-    (torch.ones(3, dtype=torch.int32), r"wants documents \[B, T\]"), (torch.ones(1, 3), "of dtype int32; got"),
-    (ids([1, -1]), "ids >= 0"), (ids([1, 1, 2], [4, 3, 4]), "document 4 of row 1 returns"),
-    (ids([1, 0, 2, 0, 1]), "document 1 of row 0 returns")])
+@pytest.mark.parametrize(
+    ("documents", "message"),
+    [
+        (torch.ones(3, dtype=torch.int32), r"wants documents \[B, T\]"),
+        (torch.ones(1, 3), "of dtype int32; got"),
+        (ids([1, -1]), "ids >= 0"),
+        (ids([1, 1, 2], [4, 3, 4]), "document 4 of row 1 returns"),
+        (ids([1, 0, 2, 0, 1]), "document 1 of row 0 returns"),
+    ],
+)
 def test_packing_refuses_what_has_no_meaning(documents, message):
     with pytest.raises(ValueError, match=message):
         Packing(documents)
@@ -46,10 +53,17 @@ def test_positions_count_per_document_and_go_on_from_the_state():
     assert positions(None, State({}, 5), 3, documents.device).tolist() == [[5, 6, 7]]
 
 
-@pytest.mark.parametrize(("name", "options", "expected"), [
-    ("mha", {}, lambda n: 2 * n * 64), ("gqa", dict(n_heads=8, n_kv_heads=2), lambda n: 2 * n * 16),
-    ("mqa", dict(n_heads=4), lambda n: 2 * n * 16), ("window", dict(window=8), lambda n: 2 * min(n, 8) * 64),
-    ("linear", dict(n_heads=2), lambda n: 2 * 32 * 33), ("based", dict(n_heads=2, feature_dim=4), lambda n: 2 * 21 * 33)])
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("mha", {}, lambda n: 2 * n * 64),
+        ("gqa", dict(n_heads=8, n_kv_heads=2), lambda n: 2 * n * 16),
+        ("mqa", dict(n_heads=4), lambda n: 2 * n * 16),
+        ("window", dict(window=8), lambda n: 2 * min(n, 8) * 64),
+        ("linear", dict(n_heads=2), lambda n: 2 * 32 * 33),
+        ("based", dict(n_heads=2, feature_dim=4), lambda n: 2 * 21 * 33),
+    ],
+)
 @pytest.mark.parametrize("length", [0, 5, 8, 21])
 def test_state_bytes_by_hand_and_on_meta(name, options, expected, length):
     x = torch.randn(1, length, 64)
@@ -78,7 +92,7 @@ def test_cache_is_written_in_place_and_grows_by_doubling():
         _, state = mixer.extend(x[:, :5], mixer.start(1, x))
         capacities, moves, before = [], 0, state["k"].data_ptr()
         for t in range(5, 40):
-            _, state = mixer.extend(x[:, t:t + 1], state)
+            _, state = mixer.extend(x[:, t : t + 1], state)
             capacities.append(state["k"].shape[2])
             moves += state["k"].data_ptr() != before
             before = state["k"].data_ptr()
@@ -90,12 +104,15 @@ def test_with_gradients_extend_leaves_the_old_state_alone():
     _, state = mixer.extend(x[:, :6], mixer.start(1, x))
     before = {name: t.clone() for name, t in state.tensors.items()}
     for t in (6, 7):
-        mixer.extend(x[:, t:t + 1], state)
+        mixer.extend(x[:, t : t + 1], state)
     assert all(torch.equal(state[name], t) for name, t in before.items())
 
 
 def test_gradients_flow_through_a_state():
-    mixer, x = registry.build("mha", 8, n_heads=2).double(), torch.randn(1, 6, 8, dtype=torch.float64, requires_grad=True)
+    mixer, x = (
+        registry.build("mha", 8, n_heads=2).double(),
+        torch.randn(1, 6, 8, dtype=torch.float64, requires_grad=True),
+    )
     expected = torch.autograd.grad(mixer(x).square().sum(), x)[0]
     first, state = mixer.extend(x[:, :4], mixer.start(1, x))
     second, _ = mixer.extend(x[:, 4:], state)
@@ -104,7 +121,7 @@ def test_gradients_flow_through_a_state():
 
 
 def test_window_cache_holds_the_last_tokens_only():
-    """C15: W 8, prompt 6, four decodes, values tagged by position: 2 .. 9 are held; altering token 0 changes nothing."""
+    """C15: W 8, prompt 6, four decodes, values tagged by position: 2 .. 9 are held; token 0 changes nothing."""
     mixer = registry.build("window", 8, window=8, n_heads=1, position="none").double()
     torch.nn.init.eye_(mixer.v.weight)
     x = torch.randn(1, 10, 8).double()
@@ -115,7 +132,7 @@ def test_window_cache_holds_the_last_tokens_only():
         with torch.no_grad():
             _, state = mixer.extend(x[:, :6], mixer.start(1, x))
             for t in range(6, 10):
-                y, state = mixer.extend(x[:, t:t + 1], state)
+                y, state = mixer.extend(x[:, t : t + 1], state)
         outputs.append(y)
         assert sorted(state["v"][0, 0, :, 0].tolist()) == list(range(2, 10))
     assert torch.equal(*outputs)
@@ -128,7 +145,7 @@ def test_window_prefill_longer_than_the_window_is_the_banded_mask():
     q, k, v = mixer.q(x), mixer.k(x), mixer.v(x)
     i = torch.arange(20)
     band = (i[:, None] >= i) & (i[:, None] - i < 4)
-    weights = (q @ k.transpose(1, 2) / 8 ** 0.5).masked_fill(~band, float("-inf")).softmax(-1)
+    weights = (q @ k.transpose(1, 2) / 8**0.5).masked_fill(~band, float("-inf")).softmax(-1)
     expected = mixer.out(weights @ v)
     state, pieces = mixer.start(1, x), []
     for piece in x.split(7, 1):
@@ -167,12 +184,15 @@ class TestMemory:
     def test_equals_softmax_over_the_memory(self):
         q = self.mixer.q(self.x).view(2, 5, 4, 2)
         k, v = (p(self.source).view(2, 7, 2, 2).repeat_interleave(2, 2) for p in (self.mixer.k, self.mixer.v))
-        weights = (torch.einsum("bthk,bshk->bhts", q, k) / 2 ** 0.5).softmax(-1)
+        weights = (torch.einsum("bthk,bshk->bhts", q, k) / 2**0.5).softmax(-1)
         expected = self.mixer.out(torch.einsum("bhts,bshk->bthk", weights, v).flatten(2))
         assert torch.allclose(self.mixer(self.x, memory=Memory(self.source)), expected, atol=1e-12)
 
     def test_documents_see_their_own_part_and_pads_are_not_there(self):
-        packing, memory_packing = Packing(ids([1, 1, 2, 0, 2], [0, 1, 1, 1, 0])), Packing(ids([1, 0, 1, 2, 2, 2, 0], [0, 0, 1, 1, 1, 1, 1]))
+        packing, memory_packing = (
+            Packing(ids([1, 1, 2, 0, 2], [0, 1, 1, 1, 0])),
+            Packing(ids([1, 0, 1, 2, 2, 2, 0], [0, 0, 1, 1, 1, 1, 1])),
+        )
         y = self.mixer(self.x, packing, Memory(self.source, memory_packing))
         for row in range(2):
             for document in (1, 2):

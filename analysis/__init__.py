@@ -1,0 +1,1 @@
+"""Comparisons of runs: local records -> dataframes -> statistics, tables and pictures -> one report."""

@@ -1,0 +1,34 @@
+"""The tasks by name. A task's constructor is its config: `task: {name: mqar, length: 64}` builds `MQAR(length=64)`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from mixers.options import nearest
+
+if TYPE_CHECKING:
+    from experiments.tasks.base import Task
+
+# Names only, so that listing the tasks (`--help`) does not pay for importing torch.
+_CLASSES = {
+    "mqar": "experiments.tasks.mqar:MQAR",
+}
+
+
+def names() -> list[str]:
+    """The names of all tasks, sorted."""
+    return sorted(_CLASSES)
+
+
+def get(name: str) -> type[Task]:
+    """The class of a task.
+
+    Raises:
+        ValueError: no task has this name; the message gives the nearest and all of them.
+    """
+    if name not in _CLASSES:
+        raise ValueError(f"task={name!r} is not a task{nearest(name, names())}; the tasks are {', '.join(names())}")
+    module, _, attribute = _CLASSES[name].partition(":")
+    task: type[Task] = getattr(import_module(module), attribute)
+    return task

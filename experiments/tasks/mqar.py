@@ -1,0 +1,141 @@
+"""Multi-query associative recall: many key-value pairs to remember, each asked for once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Literal
+
+import numpy as np
+
+from experiments.tasks.base import NOT_SCORED, Row, SuiteSplit, SyntheticTask, at_least
+
+
+class MQAR(SyntheticTask):
+    """Read kv pairs of a key and a value; then, at each key that comes again, say its value.
+
+    One row of vocabulary 12 (keys 1..5, values 6..11), kv 2, length 16:
+
+        position  0    1    2    3    4    5    6    7    8    9   10   11   12   13   14   15
+                  key  val  key  val  gap 0     gap 1     gap 2     gap 3     gap 4     gap 5
+        tokens    2    8    4    7    0    0    4    0    0    0    0    0    2    0    0    0
+        labels    .    .    .    .    .    .    7    .    .    .    .    .    8    .    .    .      (. is -100)
+
+    Keys are drawn from [1, V/2) and values from [V/2, V), both without replacement. The context k v k v ... takes the
+    first 2 kv positions. What follows is cut into gaps of two positions, (T - 2 kv) // 2 of them; the keys, in the
+    order of the context, draw theirs one after the other without replacement, gap i (from 1) with p(i) ~ i^(alpha - 1):
+    most queries come soon after the context. A query is the first position of its gap and carries the label; the value
+    is never shown again. All other positions hold filler, 0.
+
+    A training row draws its kv evenly from `kv`, from its own stream, so every batch mixes them. Suites are named kv4,
+    kv8, ...: validation has those of `kv`; test has those of `test_kv`, in rows of max(length, 4 kv) tokens.
+
+    Args:
+        vocabulary: V, even; the largest kv needs V/2 - 1 keys.
+        length: T, tokens a training row, at least 4 times the largest of `kv`.
+        kv: numbers of pairs to train on.
+        test_kv: numbers of pairs to test on; they may go beyond the trained ones.
+        alpha: the power law of the gaps, 0 < alpha <= 1; 1 is uniform.
+        filler: zero, as in the published experiments, or random: any token of [0, V). That is harder: a key of the
+            context may stand there by chance, before a wrong token. The label stays the value of the context.
+        rows_per_suite: rows of every suite.
+    Raises:
+        ValueError: an option out of range; when the suites are drawn, too few distinct rows to fill them.
+    Source: Arora, Eyuboglu et al. 2023, arXiv:2312.04927, and the generator published with it.
+    """
+
+    name = "mqar"
+
+    def __init__(
+        self,
+        *,
+        vocabulary: int = 256,
+        length: int = 64,
+        kv: Sequence[int] = (4, 8, 16),
+        test_kv: Sequence[int] = (4, 8, 16, 32),
+        alpha: float = 0.01,
+        filler: Literal["zero", "random"] = "zero",
+        rows_per_suite: int = 256,
+    ) -> None:
+        self.kv = _pairs("kv", kv)
+        self.test_kv = _pairs("test_kv", test_kv)
+        self.length = at_least("length", length, 1)
+        self.vocabulary = at_least("vocabulary", vocabulary, 1)
+        self.rows_per_suite = at_least("rows_per_suite", rows_per_suite, 1)
+        self.alpha = alpha
+        self.filler = filler
+        self._check()
+
+    def _check(self) -> None:
+        most = max(self.kv + self.test_kv)
+        if self.vocabulary % 2 or self.vocabulary < 2 * (most + 1):
+            raise ValueError(
+                f"vocabulary={self.vocabulary} must be even and at least {2 * (most + 1)}: the keys are from 1 to "
+                f"vocabulary / 2 - 1, and {most} pairs (the most of kv and test_kv) need one each"
+            )
+        if self.length < 4 * max(self.kv):
+            raise ValueError(
+                f"length={self.length} must be at least 4 * kv = {4 * max(self.kv)} (kv={list(self.kv)}): "
+                f"a pair takes 2 tokens, its query 2 more"
+            )
+        if not 0 < self.alpha <= 1:
+            raise ValueError(f"alpha={self.alpha!r} must be above 0 and at most 1")
+        if self.filler not in ("zero", "random"):
+            raise ValueError(f"filler={self.filler!r} must be zero or random")
+
+    def draw(self, rng: np.random.Generator, difficulty: int | None) -> Row:
+        """One row of `difficulty` pairs: tokens, labels [max(length, 4 kv)] int64."""
+        kv = self.kv[int(rng.random() * len(self.kv))] if difficulty is None else difficulty
+        length, half = max(self.length, 4 * kv), self.vocabulary // 2
+        keys = _different(rng, kv, 1, half)
+        values = _different(rng, kv, half, self.vocabulary)
+        queries = 2 * kv + 2 * _gaps(rng, kv, (length - 2 * kv) // 2, self.alpha)
+        tokens = self._fill(rng, length)
+        tokens[0 : 2 * kv : 2] = keys
+        tokens[1 : 2 * kv : 2] = values
+        tokens[queries] = keys
+        labels = np.full(length, NOT_SCORED, dtype=np.int64)
+        labels[queries] = values
+        return tokens, labels
+
+    def difficulties(self, split: SuiteSplit) -> dict[str, int]:
+        return {f"kv{kv}": kv for kv in (self.kv if split == "validation" else self.test_kv)}
+
+    def _fill(self, rng: np.random.Generator, length: int) -> np.ndarray:
+        if self.filler == "zero":
+            return np.zeros(length, dtype=np.int64)
+        # Three times as fast as rng.integers at this size.
+        return (rng.random(length) * self.vocabulary).astype(np.int64)
+
+
+def _different(rng: np.random.Generator, count: int, low: int, high: int) -> np.ndarray:
+    """[count] different integers of [low, high), evenly, in the order drawn."""
+    # Draws with replacement, repeats left out: the cost is that of `count`, not of the vocabulary, as in rng.choice.
+    drawn: list[int] = []
+    while len(drawn) < count:
+        more = (rng.random(2 * count) * (high - low)).astype(np.int64) + low
+        drawn = list(dict.fromkeys(drawn + more.tolist()))
+    return np.array(drawn[:count])
+
+
+def _gaps(rng: np.random.Generator, kv: int, gaps: int, alpha: float) -> np.ndarray:
+    """[kv] different gaps, counted from 0, the j-th is key j's: drawn one after the other without replacement."""
+    # A race of exponential clocks with rates p(i): the order of arrival is that of successive draws.
+    arrivals: np.ndarray = rng.standard_exponential(gaps) * _mean_arrivals(gaps, alpha)
+    return arrivals.argsort()[:kv]
+
+
+@cache
+def _mean_arrivals(gaps: int, alpha: float) -> np.ndarray:
+    """[gaps] 1 / p(i) up to a factor: i ** (1 - alpha), i from 1."""
+    return np.arange(1, gaps + 1) ** (1 - alpha)
+
+
+def _pairs(option: str, counts: Sequence[int]) -> tuple[int, ...]:
+    """`counts` as a tuple of different integers >= 1."""
+    if isinstance(counts, (str, bytes)) or not isinstance(counts, Sequence) or not counts:
+        raise ValueError(f"{option}={counts!r} must be a list of integers such as [4, 8, 16]")
+    pairs = tuple(at_least(f"{option} entry", kv, 1) for kv in counts)
+    if len(set(pairs)) < len(pairs):
+        raise ValueError(f"{option}={list(pairs)} must not name a number of pairs twice")
+    return pairs
