@@ -1,0 +1,76 @@
+# Everything a newcomer needs: `make quickstart`, `make test`, `make ui`. Needs Python 3.11 or newer and make.
+# After the first installation nothing here uses the network.
+
+PYTHON ?= python3
+VENV ?= .venv
+WORKERS ?= auto
+PORT ?= 5000
+WHAT ?=
+CONSTRAINTS ?= constraints.txt
+
+# One thread a process: the cores are used by running tests side by side.
+test: export OMP_NUM_THREADS ?= 1
+# No usage reports from the tools we call (MLflow honours it).
+export DO_NOT_TRACK ?= 1
+
+BIN = $(VENV)/bin
+INSTALLED = $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install packages venv quickstart test ui lint lock test-floor clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+install: $(INSTALLED)  ## create .venv and install what the other targets need (they do it themselves)
+
+# The stamp holds what was installed for: files with a new date and the old text ask for nothing.
+$(INSTALLED): pyproject.toml $(CONSTRAINTS)
+	@cat $^ | cmp -s - $@ || { $(MAKE) --no-print-directory packages && cat $^ > $@; }
+	@touch $@
+
+packages:
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(MAKE) --no-print-directory venv
+	@echo "Installing into $(VENV); the first time this takes some minutes."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
+
+venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "mixerlab needs Python 3.11 or newer; '$(PYTHON)' is: $$($(PYTHON) --version 2>&1)" >&2; \
+	  echo "Name another one, this once: make install PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "'$(PYTHON)' cannot make virtual environments (Debian, Ubuntu: install the package python3-venv)." >&2; exit 1; }
+	@# A broken environment is made anew; a folder that is none is never emptied.
+	@$(PYTHON) -m venv $$(test ! -f $(VENV)/pyvenv.cfg || echo --clear) $(VENV)
+
+quickstart: $(INSTALLED)  ## train the quickstart grid, write the report, print the headline
+	@status=0; $(BIN)/python -m experiments.train -m +experiment=quickstart || status=$$?; \
+	$(BIN)/python -m analysis.report --sweep quickstart || exit $$?; \
+	echo "Every run, curve and option in the browser: make ui"; exit $$status
+
+test: $(INSTALLED)  ## all tests (WHAT='-k mqar' or a path narrows them)
+	@$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal $(WHAT)
+
+ui: $(INSTALLED)  ## the MLflow UI on http://127.0.0.1:5000 (PORT=5001 for another)
+	@test -f runs/mlflow.db || { echo "No runs yet: make quickstart" >&2; exit 1; }
+	@$(BIN)/python -c 'from pathlib import Path; from experiments.tracking import connect; \
+	  print("http://127.0.0.1:$(PORT)/#/experiments/" + connect(Path("runs/mlflow.db"))[1] \
+	  + "/runs?workflowType=machine_learning&compareRunsMode=CHART")'
+	@echo "It answers in about ten seconds; Ctrl-C ends it."
+	@PYTHONWARNINGS=ignore $(BIN)/python -m mlflow server --host 127.0.0.1 --port $(PORT) --workers 1 --uvicorn-opts "--log-level warning" \
+	  --backend-store-uri sqlite:///runs/mlflow.db
+
+lint: $(INSTALLED)  ## ruff, import-linter, and mypy on kernels, mixers and arch
+	@status=0; for check in 'ruff check .' lint-imports mypy; do $(BIN)/$$check || status=1; done; exit $$status
+
+lock: $(INSTALLED)  ## pin in constraints.txt what .venv holds (after `make clean` and a change of dependencies)
+	@{ sed -n '/^#/p' constraints.txt; \
+	  $(BIN)/python -m pip freeze --all --exclude-editable --exclude pip | sed 's/+.*//'; } > constraints.new
+	@mv constraints.new constraints.txt && cat pyproject.toml constraints.txt > $(INSTALLED)
+
+test-floor:  ## all tests on the oldest versions that pyproject.toml allows (on Linux a GPU build of torch: 5 GB)
+	@$(MAKE) --no-print-directory test VENV=.venv-floor CONSTRAINTS=constraints-floor.txt
+
+clean:  ## remove .venv and caches; runs/ stays
+	rm -rf .venv .venv-floor build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,294 @@
+"""From a composed config to a checked plan of one run.
+
+`register` puts into Hydra's store what the code knows better than YAML: a `stack` for every registered mixer and the
+options of all mixers. `plan` turns the composed tree into objects; every option is checked against the signature that
+it configures, so that a typo is an error wherever it stands. Nothing here imports lightning or mlflow: `--help` stays
+fast.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from importlib.resources import files
+from typing import Any, Literal
+
+import torch
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from arch import layout
+from arch.language_model import LanguageModel
+from experiments import optim, tasks
+from experiments.metrics import direction
+from experiments.tasks.base import Task, at_least
+from kernels.backend import BACKENDS
+from mixers import registry
+from mixers.options import call, defaults, nearest
+
+CONF = files("conf")
+# Before any run of this process changes it.
+_ALL_THREADS = torch.get_num_threads()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The top level of conf/train.yaml."""
+
+    stack: str
+    model: dict[str, Any]
+    task: dict[str, Any]
+    optimizer: dict[str, Any]
+    trainer: dict[str, Any]
+    seed: int
+    sweep: str | None
+    runs: str
+    mlflow: bool
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """How long and in which way to train: the config node `trainer`, whose YAML says what each option is.
+
+    Raises:
+        ValueError: a value out of range, or not exactly one of steps and tokens.
+    """
+
+    steps: int | None = 300
+    tokens: int | None = None
+    batch_size: int = 32
+    accumulate: int = 1
+    validate_every: int = 100
+    monitor: str = "val/loss"
+    patience: int | None = None
+    target: float | None = None
+    log_every: int = 50
+    checkpoint_every: int | None = None
+    precision: Literal[32, 64, "bf16-mixed", "16-mixed"] = 32
+    compile: bool = False
+    deterministic: bool = False
+    accelerator: Literal["auto", "cpu", "gpu"] = "auto"
+    backend: str = "auto"
+    threads: int | None = None
+    workers: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.steps is None) == (self.tokens is None):
+            advice = "trainer.steps=N trainer.tokens=null, or trainer.tokens=N trainer.steps=null"
+            raise ValueError(f"trainer: steps={self.steps} and tokens={self.tokens}: set exactly one of them: {advice}")
+        for name in ("steps", "tokens", "patience", "checkpoint_every", "threads"):
+            if getattr(self, name) is not None:
+                at_least(f"trainer: {name}", getattr(self, name), 1)
+        for name in ("batch_size", "accumulate", "validate_every", "log_every"):
+            at_least(f"trainer: {name}", getattr(self, name), 1)
+        at_least("trainer: workers", self.workers, 0)
+        if not self.monitor.startswith("val/"):
+            raise ValueError(f"trainer: monitor={self.monitor!r} must be a metric of validation, such as val/accuracy")
+        direction(self.monitor)
+        if self.backend not in BACKENDS:
+            close = nearest(self.backend, BACKENDS)
+            raise ValueError(f"trainer: backend={self.backend!r} is not allowed{close}; allowed: {', '.join(BACKENDS)}")
+        if self.precision == "16-mixed" and self.device == "cpu":
+            raise ValueError("trainer: precision='16-mixed' needs a GPU; on a CPU: 32, 64 or bf16-mixed")
+        if self.accelerator == "gpu" and not torch.cuda.is_available():
+            raise ValueError("trainer: accelerator='gpu', but torch sees no GPU here; allowed: auto, cpu")
+
+    @property
+    def cpu_threads(self) -> int:
+        """The threads asked for; by default what torch takes by itself (all cores, or OMP_NUM_THREADS)."""
+        return self.threads or _ALL_THREADS
+
+    @property
+    def device(self) -> str:
+        """Where the accelerator option leads: cuda or cpu."""
+        return "cuda" if self.accelerator != "cpu" and torch.cuda.is_available() else "cpu"
+
+    def budget(self, length: int) -> int:
+        """Optimiser steps, for rows of `length` tokens; a budget in tokens is rounded up to whole steps."""
+        if self.tokens is None:
+            return self.steps
+        return math.ceil(self.tokens / (self.batch_size * self.accumulate * length))
+
+
+# What makes a run another run; the rest of `trainer` changes how it is run, watched or kept.
+_SEMANTIC = ("batch_size", "accumulate", "precision", "validate_every", "monitor", "patience", "target")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run, checked. Nothing in it holds weights."""
+
+    settings: Settings
+    task: Task
+    optimizer: optim.AdamW
+    trainer: Trainer
+    skeleton: LanguageModel  # on the meta device
+
+    def model(self) -> LanguageModel:
+        """The model with its initial weights, a function of the config and the seed."""
+        # A hash, so that all digits of the seed count: torch looks at the low 32 bits alone.
+        torch.manual_seed(int(hashlib.sha256(f"weights {self.settings.seed}".encode()).hexdigest()[:8], 16))
+        # What the mixers have to say was said when the skeleton was built.
+        logging.disable(logging.WARNING)
+        try:
+            return _model(self.settings.model, self.task)
+        finally:
+            logging.disable(logging.NOTSET)
+
+    @cached_property
+    def steps(self) -> int:
+        """Budget in optimiser steps."""
+        return self.trainer.budget(self.task.length)
+
+    @cached_property
+    def layers(self) -> tuple[layout.Layer, ...]:
+        return layout.layers(self.settings.model["layout"], self.settings.model.get("n_layers"))
+
+    @cached_property
+    def label(self) -> str:
+        """The stack's name, or the layout where that is another one than the stack's."""
+        return label(self.settings.stack, self.settings.model["layout"])
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The semantic config in plain containers: all that decides the result; defaults in, unused mixers out."""
+        mixers = {name: _filled(name, options) for name, options in self.skeleton.used.items()}
+        model = defaults(LanguageModel) | self.settings.model | {"n_layers": len(self.layers), "mixers": mixers}
+        trainer = asdict(self.trainer)
+        return plain({
+            "seed": self.settings.seed,
+            "model": model,
+            "task": defaults(type(self.task)) | self.settings.task,
+            "optimizer": asdict(self.optimizer) | {"name": self.settings.optimizer["name"]},
+            "trainer": {"steps": self.steps} | {name: trainer[name] for name in _SEMANTIC},
+        })
+
+    @cached_property
+    def key(self) -> str:
+        """The run's identity: two spellings of one run, such as 'mha + mha' and 2*mha, have one key."""
+        model = self.config["model"] | {"layout": [str(layer) for layer in self.layers]}
+        data = self.task.fingerprint()
+        if not data:
+            return key(self.config | {"model": model})
+        task = {name: value for name, value in self.config["task"].items() if name != "path"}
+        return key(self.config | {"model": model, "task": task, "data": data})
+
+    @cached_property
+    def params(self) -> dict[str, Any]:
+        """What runs are told apart and grouped by: the important ones under short names, then the flattened config."""
+        short = {
+            "stack": self.label, "layout": self.settings.model["layout"], "task": self.settings.task["name"],
+            "seed": self.settings.seed, "d_model": self.config["model"]["d_model"], "n_layers": len(self.layers),
+            "lr": self.optimizer.lr, "steps": self.steps, "batch_size": self.trainer.batch_size,
+        }
+        data = self.task.fingerprint()
+        return short | ({"data": data} if data else {}) | flatten(self.config)
+
+
+def plan(tree: Mapping[str, Any]) -> Plan:
+    """Check a composed config, in plain containers, and build all of it that needs no memory.
+
+    Raises:
+        ValueError: anything wrong in it; names the option, what it got and what is allowed.
+    """
+    try:
+        tree = OmegaConf.to_container(OmegaConf.create(dict(tree)), resolve=True)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{error.full_key or 'config'}: {str(error).splitlines()[0]}") from None
+    settings = call(Settings, tree, "config")
+    task = _build("task", settings.task, tasks.get)
+    with torch.device("meta"):
+        skeleton = _model(settings.model, task)
+    optimizer = _build("optimizer", settings.optimizer, optim.get)
+    trainer = call(Trainer, settings.trainer, "trainer")
+    return Plan(settings, task, optimizer, trainer, skeleton)
+
+
+def _build(what: str, options: Mapping[str, Any], get: Any) -> Any:
+    """The object that a node `{name: ..., option: value}` describes."""
+    if "name" not in options:
+        raise ValueError(f"{what} needs the option 'name'")
+    return call(get(options["name"]), {k: v for k, v in options.items() if k != "name"}, what)
+
+
+def _model(options: Mapping[str, Any], task: Task) -> LanguageModel:
+    return call(LanguageModel, options, "model", vocabulary=task.vocabulary)
+
+
+def _filled(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """All options of a mixer; an alias says which mixer it is."""
+    mixer = options["mixer"]
+    return registry.options(mixer) | {option: v for option, v in options.items() if option != "mixer" or mixer != name}
+
+
+def plain(value: Any) -> Any:
+    """`value` with lists for tuples: what YAML, JSON and a weights-only torch.load give back."""
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"model": {"d_model": 64}} -> {"model.d_model": 64}."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        path = f"{prefix}{name}"
+        flat |= flatten(value, f"{path}.") if isinstance(value, Mapping) and value else {path: value}
+    return flat
+
+
+def key(config: Any) -> str:
+    """16 hexadecimal digits that stand for a config. The order of keys does not count, nor 1 against 1.0."""
+    return hashlib.sha256(json.dumps(_canonical(config), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _canonical(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _canonical(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_canonical(v) for v in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def choices(group: str) -> list[str]:
+    """The names of the files in conf/GROUP."""
+    return sorted(file.name.removesuffix(".yaml") for file in (CONF / group).iterdir() if file.name.endswith(".yaml"))
+
+
+def preset_layout(stack: str) -> str | None:
+    """The layout that `stack=NAME` stands for; None for a preset from somebody else's config folder."""
+    if stack in registry.names():
+        return stack
+    if stack in choices("stack"):
+        return OmegaConf.create((CONF / "stack" / f"{stack}.yaml").read_text()).model.layout
+    return None
+
+
+def label(stack: Any, text: Any) -> Any:
+    """What a run is called: its stack's name, or its layout where that is another one than the stack's."""
+    try:
+        return stack if layout.layers(text) == layout.layers(preset_layout(stack)) else text
+    except ValueError:
+        return text
+
+
+def register() -> None:
+    """Put the nodes that come from code into Hydra's store.
+
+    Raises:
+        ValueError: a registered mixer and a file in conf/stack have one name.
+    """
+    both = sorted(set(registry.names()) & set(choices("stack")))
+    if both:
+        raise ValueError(f"conf/stack/{both[0]}.yaml has the name of the registered mixer {both[0]!r}; rename one")
+    store = ConfigStore.instance()
+    for name in registry.names():
+        store.store(group="stack", name=name, node={"stack": name, "model": {"layout": name}}, package="_global_")
+    options = {name: plain(registry.options(name)) for name in registry.names()}
+    store.store(group="mixers", name="registered", node=options, package="model.mixers")

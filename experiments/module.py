@@ -1,0 +1,331 @@
+"""Training and evaluation of one run with Lightning.
+
+Only labelled positions reach the head: the model's hidden states are gathered there first. Losses and metrics are sums
+over labelled tokens divided once, also over the batches of an accumulated step.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from arch import cost
+from arch.language_model import LanguageModel
+from experiments.config import Plan
+from experiments.measure import Clock, PeakMemory
+from experiments.metrics import direction
+from experiments.tasks.base import NOT_SCORED, Scores, loader
+from experiments.tracking import Tracker
+from kernels import backend
+from mixers.base import Packing
+
+# The first steps compile, allocate and warm caches: they are left out of the throughput, at most this many.
+WARMING_STEPS = 10
+_PRECISION = {32: "32-true", 64: "64-true"}
+
+Batch = dict[str, Any]
+
+
+class Diverged(Exception):
+    """The loss is not finite: the run has an outcome, but no result."""
+
+
+class Training(L.LightningModule):
+    """A language model on one task.
+
+    Args:
+        net: the model, [B, T] tokens to [B, T, D] hidden states to logits.
+    """
+
+    def __init__(self, net: LanguageModel, plan: Plan) -> None:
+        super().__init__()
+        self.net = net
+        self.plan = plan
+        self.hidden = net.hidden
+        self.compiled = False
+        # Tokens seen in training, pads aside.
+        self.tokens = 0
+        # Summed loss and labelled tokens of each batch since the last point.
+        self.window: list[tuple[Tensor, int]] = []
+        # Labelled tokens of each batch of this optimiser step.
+        self.counts: list[int] = []
+        # Of each suite, in the last evaluation.
+        self.scores: list[Scores] = []
+
+    def configure_model(self) -> None:
+        """The inner function is compiled, not this module: gathering labelled positions has data-dependent shapes."""
+        if self.plan.trainer.compile and not self.compiled:
+            # Of all jobs of a process, only so many models would be compiled before torch falls back to eager.
+            torch._dynamo.reset()
+            self.hidden = torch.compile(self.net.hidden)
+            self.compiled = True
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        # Under mixed precision, Lightning does not clip for an optimiser that could unscale by itself, as fused ones can.
+        optimizer = self.plan.optimizer.build(self.net, fused=self.plan.trainer.precision in _PRECISION)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.plan.optimizer.factor(self.plan.steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """Find the labelled positions while the batch is on the CPU: on a GPU the step would wait for the device."""
+        labels = batch["labels"].flatten()
+        where = (labels != NOT_SCORED).nonzero()[:, 0]
+        documents = batch.get("documents")
+        real = batch["tokens"].numel() if documents is None else int(documents.count_nonzero())
+        return batch | {"where": where, "targets": labels[where], "real": real}
+
+    def logits(self, batch: Batch) -> Tensor:
+        """[N, V] at the N labelled positions."""
+        documents = batch.get("documents")
+        hidden = self.hidden(batch["tokens"], None if documents is None else Packing(documents, check=False))
+        return self.net.logits(hidden.flatten(0, 1).index_select(0, batch["where"]))
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        loss = F.cross_entropy(self.logits(batch), batch["targets"], reduction="sum")
+        count = len(batch["targets"])
+        self.window.append((loss.detach(), count))
+        self.counts.append(count)
+        self.tokens += batch["real"]
+        return loss / max(self.counts[0], 1)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Batches of one step differ in labelled tokens: make their mean of means the mean over tokens, then clip."""
+        if len(self.counts) > 1:
+            scale = max(self.counts[0], 1) * len(self.counts) / max(sum(self.counts), 1)
+            for parameter in self.net.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale)
+        self.counts.clear()
+
+    def on_validation_epoch_start(self) -> None:
+        self.scores = [self.plan.task.scores() for _ in self.trainer.val_dataloaders]
+
+    def on_test_epoch_start(self) -> None:
+        self.scores = [self.plan.task.scores() for _ in self.trainer.test_dataloaders]
+
+    def validation_step(self, batch: Batch, index: int, dataloader_idx: int = 0) -> None:
+        self.scores[dataloader_idx].add(self.logits(batch), batch["targets"])
+
+    test_step = validation_step
+
+    def validation(self) -> dict[str, float]:
+        """`val/...` over the tokens of all suites."""
+        together = self.plan.task.scores()
+        for scores in self.scores:
+            together.merge(scores)
+        return {f"val/{name}": value for name, value in together.result().items()}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """The config goes along, in plain containers: anything else would block torch.load(weights_only=True)."""
+        checkpoint |= {"config": self.plan.config, "tokens": self.tokens}
+
+
+class Recorder(Callback):
+    """Points and progress lines every so many steps, the clock, and the end of a run that diverged.
+
+    Between two points nothing waits for the device.
+    """
+
+    def __init__(self, plan: Plan, tracker: Tracker, say: Callable[[str], None]) -> None:
+        self.plan, self.tracker, self.say = plan, tracker, say
+        self.values: dict[str, float] = {}  # the last value of each metric
+        self.pointed = self.validated = 0  # the steps of the last point and validation
+        self.warming = min(WARMING_STEPS, max(1, plan.steps // 10))
+        self.warmed = 0  # tokens seen before the clock ran
+
+    def on_train_start(self, trainer: L.Trainer, module: Training) -> None:
+        self.clock, self.memory = Clock(module.device), PeakMemory(module.device)
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Training, *_: Any) -> None:
+        step = trainer.global_step
+        if step == self.warming and not self.warmed:
+            self.warmed = module.tokens
+            self.clock.start()
+        if step % self.plan.trainer.log_every == 0 and step != self.pointed:
+            self.point(step, module)
+            # A validation at the same step tells both; the last step has one in any case.
+            if step % self.plan.trainer.validate_every and step != self.plan.steps:
+                self.tell(step)
+
+    def on_validation_start(self, trainer: L.Trainer, module: Training) -> None:
+        self.clock.stop()
+
+    def on_validation_end(self, trainer: L.Trainer, module: Training) -> None:
+        self.point(trainer.global_step, module)
+        self.validated = trainer.global_step
+        self.keep(trainer.global_step, module.tokens, module.validation())
+        self.tell(trainer.global_step)
+        if trainer.state.fn == "fit" and self.warmed:
+            self.clock.start()
+
+    def on_train_end(self, trainer: L.Trainer, module: Training) -> None:
+        self.clock.stop()
+        self.memory_bytes = self.memory.bytes()
+        self.point(trainer.global_step, module)
+
+    def point(self, step: int, module: Training) -> None:
+        """`train/loss`: the mean over the labelled tokens since the last point."""
+        window, module.window, self.pointed = module.window, [], step
+        if not window:
+            return
+        losses = torch.stack([loss for loss, _ in window]).double()
+        if not losses.isfinite().all():
+            before = int(losses.isfinite().logical_not().nonzero()[0, 0]) - len(window)
+            first = step + 1 + before // self.plan.trainer.accumulate
+            raise Diverged(f"the training loss was not finite at step {first}")
+        self.keep(step, module.tokens, {"train/loss": losses.sum().item() / max(sum(count for _, count in window), 1)})
+
+    def keep(self, step: int, tokens: int, metrics: Mapping[str, float]) -> None:
+        """Record one point.
+
+        Raises:
+            Diverged: a loss in it is not finite.
+        """
+        self.tracker.log(step, tokens, metrics)
+        self.values |= metrics
+        for name, value in metrics.items():
+            if not math.isfinite(value):
+                raise Diverged(f"{name} was not finite at step {step}")
+
+    def tell(self, step: int) -> None:
+        curves = {name: value for name, value in self.values.items() if name.startswith(("train/", "val/"))}
+        self.say("  ".join([f"step {step}/{self.plan.steps}", *(f"{n} {v:.4g}" for n, v in curves.items())]))
+
+    def measured(self, module: Training) -> dict[str, float]:
+        """Throughput of the training steps alone, without the first ones and without validation, and peak memory."""
+        measured: dict[str, float] = {}
+        if self.clock.seconds and module.tokens > self.warmed:
+            measured["measured/train_tokens_per_second"] = (module.tokens - self.warmed) / self.clock.seconds
+        if self.memory_bytes is not None:
+            measured["measured/peak_memory_bytes"] = self.memory_bytes
+        return measured
+
+
+class EarlyStop(Callback):
+    """Stops when the monitored metric has reached its target, or was not better for `patience` validations."""
+
+    def __init__(self, plan: Plan, recorder: Recorder) -> None:
+        self.options, self.recorder = plan.trainer, recorder
+        self.sign = -1.0 if direction(self.options.monitor) == "lower" else 1.0
+        self.best: float | None = None
+        self.bad = 0
+
+    def on_validation_end(self, trainer: L.Trainer, module: Training) -> None:
+        value = self.recorder.values.get(self.options.monitor)
+        if value is None:
+            known = ", ".join(name for name in self.recorder.values if name.startswith("val/"))
+            raise ValueError(f"trainer: monitor={self.options.monitor!r} is no metric of this task; it has {known}")
+        improved = self.best is None or self.sign * value > self.sign * self.best
+        self.best, self.bad = (value, 0) if improved else (self.best, self.bad + 1)
+        target, patience = self.options.target, self.options.patience
+        if target is not None and self.sign * value >= self.sign * target:
+            self.stop(trainer, f"{self.options.monitor} {value:.4g} has reached {target:g}")
+        elif patience is not None and self.bad >= patience:
+            self.stop(trainer, f"{self.options.monitor} was not better than {self.best:.4g} for {patience} validations")
+
+    def stop(self, trainer: L.Trainer, why: str) -> None:
+        if trainer.state.fn == "fit" and trainer.global_step < trainer.max_steps:
+            trainer.should_stop = True
+            self.recorder.say(f"stopped early: {why}")
+
+    # Part of a checkpoint.
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "bad": self.bad}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best, self.bad = state["best"], state["bad"]
+
+
+def train(plan: Plan, tracker: Tracker, say: Callable[[str], None]) -> dict[str, float]:
+    """Train, validate and test one run.
+
+    Args:
+        say: gets the progress lines.
+    Returns:
+        The last value of every metric.
+    Raises:
+        Diverged: a loss was not finite.
+    """
+    recorder = Recorder(plan, tracker, say)
+    recorder.keep(0, 0, cost.measure(plan.skeleton, plan.task.length).metrics())
+    suites = {split: plan.task.suites(split) for split in ("validation", "test")}
+    validation, test = (
+        [loader(suite, plan.trainer.batch_size) for suite in named.values()] for named in suites.values()
+    )
+    with quiet():
+        trainer, module = fit(plan, tracker, recorder, validation)
+        trainer.save_checkpoint(tracker.checkpoints / "last.ckpt")
+        if recorder.validated != trainer.global_step:
+            trainer.validate(module, validation, verbose=False)
+        trainer.test(module, test, verbose=False)
+    tested = {f"eval/{suite}/{metric}": value for suite, scores in zip(suites["test"], module.scores, strict=True)
+              for metric, value in scores.result().items()}
+    recorder.keep(trainer.global_step, module.tokens, tested | recorder.measured(module))
+    return recorder.values
+
+
+def fit(plan: Plan, tracker: Tracker, recorder: Recorder, validation: Sequence[DataLoader],
+        callbacks: Sequence[Callback] = ()) -> tuple[L.Trainer, Training]:
+    """The training alone."""
+    options = plan.trainer
+    torch.set_num_threads(options.cpu_threads)
+    backend.use(options.backend)
+    module = Training(plan.model(), plan)
+    rows = plan.task.train_dataset(plan.settings.seed, plan.steps * options.accumulate * options.batch_size)
+    trainer = _trainer(plan, tracker, [recorder, *callbacks, *_stopping(plan, recorder), *_saving(plan, tracker)])
+    trainer.fit(module, loader(rows, options.batch_size, workers=options.workers), validation)
+    return trainer, module
+
+
+def _trainer(plan: Plan, tracker: Tracker, callbacks: list[Callback]) -> L.Trainer:
+    options = plan.trainer
+    return L.Trainer(
+        max_steps=plan.steps, max_epochs=-1,
+        # No other environment: inside of a Slurm job, Lightning would look for its other processes.
+        accelerator="gpu" if options.device == "cuda" else "cpu", devices=1, plugins=[LightningEnvironment()],
+        precision=_PRECISION.get(options.precision, options.precision), deterministic=options.deterministic,
+        accumulate_grad_batches=options.accumulate, gradient_clip_val=plan.optimizer.clip,
+        val_check_interval=options.validate_every * options.accumulate,
+        check_val_every_n_epoch=None, num_sanity_val_steps=0,
+        # Tables of sines that a mixer keeps must not be made in inference mode: training could not use them.
+        inference_mode=False,
+        callbacks=callbacks, enable_checkpointing=options.checkpoint_every is not None, default_root_dir=tracker.folder,
+        logger=False, enable_progress_bar=False, enable_model_summary=False,
+    )
+
+
+def _stopping(plan: Plan, recorder: Recorder) -> list[Callback]:
+    return [] if plan.trainer.patience is None and plan.trainer.target is None else [EarlyStop(plan, recorder)]
+
+
+def _saving(plan: Plan, tracker: Tracker) -> list[Callback]:
+    every = plan.trainer.checkpoint_every
+    if every is None:
+        return []
+    return [ModelCheckpoint(tracker.checkpoints, "{step}", every_n_train_steps=every, save_top_k=-1)]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without Lightning's own lines: its advice is about things that are decided here."""
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=r"lightning\..*")
+            yield
+    finally:
+        logger.setLevel(level)

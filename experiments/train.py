@@ -1,0 +1,67 @@
+"""`python -m experiments.train`: one run, or with -m a grid of runs."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from experiments import cli, runs
+
+_alone: list[runs.Outcome] = []
+_mistakes: list[runs.ConfigError] = []
+
+
+@hydra.main(config_path="pkg://conf", config_name="train", version_base="1.3")
+def _job(composed: DictConfig) -> None:
+    """One run; Hydra calls it once, or for every cell of a grid."""
+    settings = HydraConfig.get()
+    alone = settings.mode != RunMode.MULTIRUN
+    try:
+        outcome = runs.execute(OmegaConf.to_container(composed), _command(list(settings.overrides.task)), alone=alone)
+    except runs.ConfigError as error:
+        # Hydra would print a line of its own above ours.
+        _mistakes.append(error)
+        return
+    if alone:
+        _alone.append(outcome)
+    else:
+        runs.Grid.add(Path(settings.sweep.dir), outcome)
+
+
+def _command(overrides: list[str]) -> str:
+    """The command that repeats one run."""
+    # An experiment's file may ask for a grid.
+    single = ["hydra.mode=RUN"] if any(override.startswith("+experiment=") for override in overrides) else []
+    return shlex.join(["python", "-m", "experiments.train", *overrides, *single])
+
+
+def _start() -> None:
+    _job()
+    if _mistakes:
+        raise _mistakes[0]
+
+
+def main() -> int:
+    """The exit code: 0; 1 where a run failed or diverged; 2 after a mistake in the options; 130 after Ctrl-C."""
+    _alone.clear()
+    _mistakes.clear()
+    runs.Grid.folder = None
+    try:
+        code = cli.run(_start, "train")
+    except KeyboardInterrupt:
+        code = 130
+    outcomes = runs.Grid.outcomes()
+    if outcomes:
+        print(f"\n{runs.table(outcomes)}", flush=True)
+    ended = _alone if outcomes is None else outcomes
+    return code or int(not all(outcome.good for outcome in ended))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

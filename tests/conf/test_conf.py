@@ -1,0 +1,101 @@
+"""Every file of conf is composed and instantiated; its options are those of the signature that it configures."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from arch.language_model import LanguageModel
+from experiments import cli, config, optim, tasks
+from mixers.options import defaults
+
+FOLDER = Path(__file__).resolve().parents[2] / "conf"
+
+
+def node(file):
+    return OmegaConf.to_container(OmegaConf.load(FOLDER / file))
+
+
+def files(group):
+    return [f"{group}/{path.name}" for path in sorted((FOLDER / group).glob("*.yaml"))]
+
+
+def test_the_model_node_is_the_signature():
+    # The task says the vocabulary, the registry the mixers; the layout has no default.
+    signature = {name: value for name, value in defaults(LanguageModel).items() if name != "mixers"}
+    assert node("model/language_model.yaml") == {"layout": "???"} | signature
+    assert set(inspect.signature(LanguageModel).parameters) == {"layout", "vocabulary", "mixers", *signature}
+
+
+@pytest.mark.parametrize("file", files("task"))
+def test_a_task_node_is_the_signature(file):
+    found = node(file)
+    assert found == {"name": Path(file).stem} | config.plain(defaults(tasks.get(found["name"])))
+
+
+@pytest.mark.parametrize("file", files("optimizer"))
+def test_an_optimizer_node_is_the_signature(file):
+    found = node(file)
+    assert found == {"name": Path(file).stem} | config.plain(defaults(optim.get(found["name"])))
+
+
+def test_the_trainer_node_is_the_signature():
+    assert node("trainer/default.yaml") == defaults(config.Trainer)
+
+
+def test_the_top_level_is_the_signature():
+    composed = cli.composed("train", [])
+    assert set(composed) == set(inspect.signature(config.Settings).parameters)
+
+
+def test_every_task_and_optimizer_has_a_file():
+    assert set(config.choices("task")) == set(tasks.names())
+    assert set(config.choices("optimizer")) == set(optim.OPTIMIZERS)
+
+
+@pytest.mark.parametrize("file", [*files("model"), *files("task"), *files("optimizer"), *files("trainer")])
+def test_every_option_says_in_a_line_what_it_is(file):
+    for line in (FOLDER / file).read_text().splitlines():
+        if line and not line.startswith(("#", "name:")):
+            assert re.fullmatch(r"\w+: \S.* +# \S.*", line), line
+
+
+@pytest.mark.parametrize("stack", config.choices("stack"))
+def test_every_preset_builds(stack):
+    plan = config.plan(cli.composed("train", [f"stack={stack}"]))
+    assert plan.label == stack
+
+
+def sweep(experiment):
+    """The overrides of every cell of an experiment's grid."""
+    params = yaml.safe_load((FOLDER / f"experiment/{experiment}.yaml").read_text())["hydra"]["sweeper"]["params"]
+    cells = [[]]
+    for option, values in params.items():
+        cells = [[*cell, f"{option}={value.strip()}"] for cell in cells for value in str(values).split(",")]
+    return cells
+
+
+@pytest.mark.parametrize("experiment", config.choices("experiment"))
+def test_every_cell_of_an_experiment_is_a_run_of_its_own(experiment):
+    plans = [config.plan(cli.composed("train", [f"+experiment={experiment}", *cell])) for cell in sweep(experiment)]
+    assert len({plan.key for plan in plans}) == len(plans)
+    assert {plan.settings.sweep for plan in plans} == {experiment}
+
+
+def test_the_quickstart_is_the_grid_of_six_stacks_and_three_seeds():
+    labels = {"mha", "based", "linear", "window", "mha + linear", "mha + window"}
+    cells = [dict(override.split("=") for override in cell) for cell in sweep("quickstart")]
+    assert {(cell["model.layout"], cell["seed"]) for cell in cells} == {(s, n) for s in labels for n in "012"}
+    plan = config.plan(cli.composed("train", ["+experiment=quickstart", "model.layout=mha + window"]))
+    model = plan.config["model"]
+    sizes = {"d_model": 64, "n_layers": 2, "mlp": "none", "convolution": 4, "tied": False, "position": "none"}
+    assert sizes.items() <= model.items()
+    assert model["mixers"]["window"]["window"] == 16
+    assert {options["position"] for options in model["mixers"].values()} == {"none"}
+    task = plan.task
+    assert (task.vocabulary, task.length, task.kv, task.test_kv) == (256, 64, (4, 8, 16), (4, 8, 16, 32))
