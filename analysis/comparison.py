@@ -5,6 +5,7 @@ Nothing here knows how it is shown: `report` writes it as HTML and as text for a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 
@@ -17,9 +18,10 @@ from experiments.metrics import metric
 
 # Of an accuracy, or of a loss in nats: a difference is not believed to repeat better than this from seed to seed.
 RESOLUTION = 0.001
-# A cell still learns where its validation improved by more than MARGIN (of a loss: that share of it) over the LAST
-# share of the tokens. Half: a learning rate mostly decays to 0, so that over the last fifth every curve is flat.
-LAST, MARGIN = 0.5, 0.01
+# A cell behind the best by more than MARGIN (of a loss: that share of it) still learns where its validation came nearer
+# to the best's end by more than CATCH_UP of what is left, over the LAST share of the tokens: a curve that creeps along
+# its limit does not. Half: a learning rate mostly decays to 0, so that over the last fifth every curve is flat.
+LAST, MARGIN, CATCH_UP = 0.5, 0.01, 0.1
 CURVES = ("val/accuracy", "val/loss")
 # More than this are counted instead of listed.
 MOST_SENTENCES, MOST_GROUPS = 6, 8
@@ -105,7 +107,9 @@ class Comparison:
         if name is None or not self.quality:
             return {}
         behind = [cell for cell in self.cells if cell in self.curves[name] and self._behind(cell)]
-        said = {cell: _gained(name, self.curves[name][cell]) for cell in behind}
+        best = self.curves[name].get(self.cells[0])
+        goal = math.nan if best is None or not len(best) else best["mean"].iloc[-1]
+        said = {cell: _gained(name, self.curves[name][cell], goal) for cell in behind}
         return {cell: text for cell, text in said.items() if text}
 
     def _behind(self, cell: str) -> bool:
@@ -181,13 +185,14 @@ class Comparison:
         return found
 
 
-def _gained(name: str, curve: pd.DataFrame) -> str | None:
-    """How a validation curve improved over the last of its tokens, in words; None where too little to matter."""
+def _gained(name: str, curve: pd.DataFrame, goal: float) -> str | None:
+    """How a validation curve came nearer to `goal` over the last of its tokens, in words; None where hardly."""
     change = gain(curve, LAST)
-    end = curve["mean"].iloc[-1] if len(curve) else 0.0
-    enough, verb = (change > MARGIN, "rose") if name == "val/accuracy" else (-change > MARGIN * abs(end), "fell")
-    if not enough:
+    end = curve["mean"].iloc[-1] if len(curve) else math.nan
+    rising = name == "val/accuracy"
+    if not (change if rising else -change) > CATCH_UP * abs(goal - end):
         return None
+    verb = "rose" if rising else "fell"
     return f"{metric(name).title} {verb} from {end - change:.3g} to {end:.3g} over the last {LAST:.0%} of its tokens"
 
 

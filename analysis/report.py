@@ -20,7 +20,7 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from analysis import plots, tables
-from analysis.comparison import LAST, MARGIN, RESOLUTION, Comparison, by_task
+from analysis.comparison import CATCH_UP, LAST, MARGIN, RESOLUTION, Comparison, by_task
 from analysis.runs import Records, load, select
 from analysis.statistics import LEVEL
 from experiments.metrics import metric
@@ -56,7 +56,7 @@ def _page(records: Records, comparisons: Sequence[Comparison], command: str) -> 
         resolution=RESOLUTION,
         last=f"{LAST:.0%}",
         margin=MARGIN,
-        margin_percent=f"{MARGIN:.0%}",
+        catch_up=f"{CATCH_UP:.0%}",
     )
 
 

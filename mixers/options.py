@@ -38,7 +38,13 @@ def call(function: Callable[..., R], options: Mapping[str, Any], what: str, **fi
     checked = {
         name: _convert(value, _hints(function).get(name, Any), f"{what}: {name}") for name, value in options.items()
     }
-    return function(**fixed, **checked)
+    try:
+        return function(**fixed, **checked)
+    except ValueError as error:
+        # What the constructor itself refuses, with the name of what was built in front.
+        if str(error).startswith(what):
+            raise
+        raise ValueError(f"{what}: {error}") from error
 
 
 def defaults(function: Callable) -> dict[str, Any]:
