@@ -62,14 +62,16 @@ class FeatureAttention(Mixer):
         kept: dict[str, Any] = (
             {} if past is None else {"kv": past["kv"], "z": past["z"], "document": past.get("document")}
         )
+        # Rounded features can cancel in sums that are above 0 by definition, and then divide by nothing.
+        wide = torch.promote_types(q.dtype, torch.float32)
         y, kv, z = linear_attention(
-            self.features(q),
-            self.features(k),
-            v,
+            self.features(q.to(wide)),
+            self.features(k.to(wide)),
+            v.to(wide),
             causal=self.causal,
             documents=documents,
             return_state=past is not None,
             **kept,
         )
-        y = self.out(rearrange(y, "b t h v -> b t (h v)"))
+        y = self.out(rearrange(y.to(v.dtype), "b t h v -> b t (h v)"))
         return y, {} if kv is None or z is None else {"kv": kv, "z": z}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from torch import Tensor
-from torch.nn.functional import elu
+from torch.nn.functional import relu
 
 from mixers.feature_attention import FeatureAttention
 from mixers.registry import register
@@ -29,4 +29,5 @@ class LinearAttention(FeatureAttention):
 
     def features(self, x: Tensor) -> Tensor:
         """elu(x) + 1."""
-        return elu(x) + 1
+        # Not torch's elu: compiled, its backward is traced with strides that it does not have when it runs.
+        return relu(x) + x.clamp(max=0).exp()

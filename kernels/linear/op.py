@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -58,11 +60,18 @@ def linear_attention(
         count.record("linear_attention", linear_attention_flops(q.shape, v.shape, normalise))
         return torch.empty_like(v), kv if return_state else None, z if return_state else None
     run = backend.implementation("linear_attention", IMPLEMENTATIONS, q)
-    y, kv, z = run(
-        q, k, v, causal=causal, normalise=normalise, log_decay=log_decay, kv=kv, z=z if normalise else None,
-        documents=documents, document=document, alone=alone,
-    )  # fmt: skip
+    with _no_autocast(q):
+        y, kv, z = run(
+            q, k, v, causal=causal, normalise=normalise, log_decay=log_decay, kv=kv, z=z if normalise else None,
+            documents=documents, document=document, alone=alone,
+        )  # fmt: skip
     return (y, kv, z) if return_state else (y, None, None)
+
+
+def _no_autocast(like: Tensor) -> AbstractContextManager:
+    """Autocast would narrow the products inside, sums over the whole past that then overflow or cancel."""
+    kind = like.device.type
+    return torch.autocast(kind, enabled=False) if kind in ("cpu", "cuda") else nullcontext()
 
 
 def linear_attention_flops(q: tuple[int, ...], v: tuple[int, ...], normalise: bool) -> int:

@@ -51,7 +51,7 @@ def linear_attention(
 
 
 def _bidirectional(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
-    if documents is None:
+    if documents is None or not documents.shape[1]:
         return torch.einsum("bthk,bhkv->bthv", q, torch.einsum("bshk,bshv->bhkv", k, v))
     empty = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3])
     first, last = documents[:, 0], documents[:, -1]

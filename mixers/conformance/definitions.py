@@ -1,0 +1,173 @@
+"""What a mixer declares about itself to the conformance kit, and the declarations of our own mixers.
+
+A definition is written from the paper, token by token, without our ops. It computes only what it needs, so its matrix
+products are at the same time the brute-force count of the mixer's FLOPs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from einops import rearrange, repeat
+from torch import Tensor
+
+from mixers import registry
+from mixers.base import Mixer
+
+
+@dataclass(frozen=True)
+class Conformance:
+    """Class attribute `conformance` of a mixer; not inherited, and nothing of it is required.
+
+    Attributes:
+        d_model: the width to check at.
+        options: constructor options to check with; small ones, so that short inputs cross windows and blocks.
+        alternatives: option -> a value other than the one checked with. Each is one more setting to check, and must
+            have an effect; where some are declared, every option needs one.
+        reference: (mixer, x [B, T, D] float64) -> [B, T, D], the definition of one document a row; its matrix products
+            are the truth for the counted FLOPs.
+        growth: exponent of the counted FLOPs in the length, for long sequences.
+        unordered: options under which permuted tokens give permuted outputs.
+        exempt: parameters that need no gradient.
+    """
+
+    d_model: int = 16
+    options: Mapping[str, Any] = field(default_factory=dict)
+    alternatives: Mapping[str, Any] = field(default_factory=dict)
+    reference: Callable[[Any, Tensor], Tensor] | None = None
+    growth: float | None = None
+    unordered: Mapping[str, Any] | None = None
+    exempt: tuple[str, ...] = ()
+
+
+def declared(cls: type[Mixer]) -> Conformance:
+    """The class's own declaration, ours for a built-in mixer, or an empty one."""
+    own = vars(cls).get("conformance")
+    if own is not None:
+        return own
+    return next((said for name, said in _BUILT_IN.items() if registry.get(name) is cls), Conformance())
+
+
+def attention(mixer: Any, x: Tensor) -> Tensor:
+    """Softmax attention: Vaswani et al. 2017, section 3.2; rotary positions: Su et al. 2021, section 3.4.2."""
+    q, k, v = (_heads(project(x), mixer.head_dim) for project in (mixer.q, mixer.k, mixer.v))
+    q, k = _rms(mixer.q_norm, q), _rms(mixer.k_norm, k)
+    if mixer.position == "rope":
+        q, k = (_turned(t, mixer.rope_base, mixer.rope_fraction) for t in (q, k))
+    # Query head h reads key/value head h // (H / G).
+    k, v = (repeat(t, "b g t k -> b (g n) t k", n=mixer.n_heads // mixer.n_kv_heads) for t in (k, v))
+    scale = mixer.head_dim**-0.5 if mixer.scale is None else mixer.scale
+    rows = []
+    for i in range(x.shape[1]):
+        seen = [j for j in range(x.shape[1]) if _visible(i, j, mixer.causal, mixer.window)]
+        scores = q[:, :, i, None] @ k[:, :, seen].transpose(2, 3) * scale
+        if mixer.softcap is not None:
+            scores = mixer.softcap * torch.tanh(scores / mixer.softcap)
+        weights = scores.exp() / scores.exp().sum(-1, keepdim=True)
+        rows.append(rearrange(weights @ v[:, :, seen], "b h 1 v -> b (h v)"))
+    return mixer.out(_stacked(rows, x, mixer.n_heads * mixer.head_dim))
+
+
+def kernelised(features: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    """Linear attention over a feature map: Katharopoulos et al. 2020, equations 16 to 20."""
+
+    def definition(mixer: Any, x: Tensor) -> Tensor:
+        q, k = (features(mixer, _heads(project(x), mixer.key_dim)) for project in (mixer.q, mixer.k))
+        v = _heads(mixer.v(x), mixer.value_dim)
+        # The normaliser is the sum of the weights: a value of 1.
+        v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
+        state = k.new_zeros(*k.shape[:2], k.shape[3], v.shape[3])
+        states = []
+        for i in range(x.shape[1]):
+            state = state + k[:, :, i, :, None] @ v[:, :, i, None]
+            states.append(state)
+        rows = []
+        for i in range(x.shape[1]):
+            y = (q[:, :, i, None] @ (states[i] if mixer.causal else states[-1]))[:, :, 0]
+            rows.append(rearrange(y[..., :-1] / y[..., -1:], "b h v -> b (h v)"))
+        return mixer.out(_stacked(rows, x, mixer.n_heads * mixer.value_dim))
+
+    return definition
+
+
+def elu_features(mixer: Any, x: Tensor) -> Tensor:
+    """elu(x) + 1 (Katharopoulos et al. 2020, equation 7)."""
+    return torch.where(x > 0, x + 1, x.exp())
+
+
+def taylor_features(mixer: Any, x: Tensor) -> Tensor:
+    """phi with phi(q) . phi(k) = 1 + s + s^2 / 2, s = scale * q . k (Arora et al. 2024, section 4.1)."""
+    x = x * mixer.scale**0.5
+    pairs = [x[..., i, None] * x * 0.5**0.5 for i in range(x.shape[-1])]
+    return torch.cat([torch.ones_like(x[..., :1]), x, *pairs], -1)
+
+
+def _visible(i: int, j: int, causal: bool, window: int | None) -> bool:
+    return (j <= i or not causal) and (window is None or abs(i - j) < window)
+
+
+def _heads(x: Tensor, width: int) -> Tensor:
+    return rearrange(x, "b t (h k) -> b h t k", k=width)
+
+
+def _rms(norm: Any, x: Tensor) -> Tensor:
+    weight = getattr(norm, "weight", None)
+    return x if weight is None else x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+
+def _turned(x: Tensor, base: float, fraction: float) -> Tensor:
+    """Channels i and i + R/2 as one complex number, turned by t * base^(-2i/R); R channels of them."""
+    half = int(x.shape[-1] * fraction) // 2
+    angles = torch.arange(x.shape[2]).to(x)[:, None] * base ** (-torch.arange(half).to(x) / half)
+    turned = torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([turned.real, turned.imag, x[..., 2 * half :]], -1)
+
+
+def _stacked(rows: list[Tensor], x: Tensor, width: int) -> Tensor:
+    return torch.stack(rows, 1) if rows else x.new_zeros(x.shape[0], 0, width)
+
+
+def _softmax(options: dict[str, Any], alternatives: dict[str, Any], growth: float) -> Conformance:
+    shared = {
+        "n_heads": 2,
+        "head_dim": 6,
+        "causal": False,
+        "position": "none",
+        "rope_base": 7.0,
+        "rope_fraction": 0.5,
+        "bias": True,
+        "qk_norm": True,
+        "scale": 1.0,
+        "softcap": 0.1,
+        "dropout": 0.5,
+    }
+    return Conformance(
+        options={"n_heads": 4} | options,
+        alternatives=shared | alternatives,
+        reference=attention,
+        growth=growth,
+        unordered={"causal": False, "position": "none"} | ({"window": 64} if "window" in options else {}),
+    )
+
+
+def _linear(features: Callable[[Any, Tensor], Tensor], options: dict[str, Any], **alternatives: Any) -> Conformance:
+    return Conformance(
+        options={"n_heads": 2} | options,
+        alternatives={"n_heads": 4, "causal": False, "bias": True} | alternatives,
+        reference=kernelised(features),
+        growth=1,
+        unordered={"causal": False},
+    )
+
+
+_BUILT_IN = {
+    "mha": _softmax({}, {}, growth=2),
+    "gqa": _softmax({"n_kv_heads": 2}, {"n_kv_heads": 1}, growth=2),
+    "mqa": _softmax({}, {}, growth=2),
+    "window": _softmax({"window": 5}, {"window": 3, "n_kv_heads": 2}, growth=1),
+    "linear": _linear(elu_features, {}),
+    "based": _linear(taylor_features, {"feature_dim": 3}, feature_dim=2, scale=2.0),
+}
