@@ -155,7 +155,12 @@ def composed(name: str, overrides: Sequence[str]) -> dict[str, Any]:
     """The config of a command line, in plain containers, without running anything."""
     register(name)
     with initialize_config_module("conf", version_base="1.3"):
-        return OmegaConf.to_container(compose(name, overrides=list(overrides)))
+        return OmegaConf.to_container(compose(_config(name), overrides=list(overrides)))
+
+
+def _config(name: str) -> str:
+    """The config of `python -m experiments.NAME`: show looks at what train would train."""
+    return "train" if name == "show" else name
 
 
 HELP = """\
@@ -171,6 +176,8 @@ Train a stack of sequence mixers on a task, or a grid of stacks, and log quality
         a grid kept in a file of conf/experiment
     python -m experiments.train stack=gqa trainer.steps=1000 --cfg job
         print the composed config, run nothing
+    python -m experiments.show stack=gemma3 model.d_model=512
+        print the layers with their parameters, FLOPs and state bytes, run nothing
 
 Options are written NAME=VALUE. A run is kept in runs/KEY, whose KEY stands for its options: a finished run is not run
 again. Wrong options end with exit code 2; a run, or one run of a grid, that fails or diverges, with 1.
@@ -181,7 +188,8 @@ GROUPS
 OPTIONS, with their defaults
 {options}
 
-OPTIONS OF THE MIXERS, as model.mixers.NAME.OPTION=VALUE; they hold for any stack that uses the mixer
+OPTIONS OF THE MIXERS, as model.mixers.NAME.OPTION=VALUE; they hold for any stack that uses the mixer;
+MIXERLAB_PLUGINS=FILE.py adds mixers of your own
 {mixers}
 """
 _SECTIONS = ("model/language_model", *(f"task/{task}" for task in tasks.names()), "optimizer/adamw", "trainer/default")
@@ -190,6 +198,7 @@ _SECTIONS = ("model/language_model", *(f"task/{task}" for task in tasks.names())
 def register(name: str) -> None:
     """Put into Hydra's store what comes from code: the stacks and mixers, and our page for `--help`."""
     config.register()
+    name = _config(name)
     # Made of the configs and the registry, so it cannot be out of date. Hydra fills in $names.
     node = {"app_name": name, "header": "", "footer": "", "template": help_page(name).replace("$", "$$")}
     ConfigStore.instance().store(group="hydra/help", name=name, node=node)

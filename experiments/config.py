@@ -284,9 +284,10 @@ def register() -> None:
     Raises:
         ValueError: a registered mixer and a file in conf/stack have one name.
     """
-    both = sorted(set(registry.names()) & set(choices("stack")))
-    if both:
-        raise ValueError(f"conf/stack/{both[0]}.yaml has the name of the registered mixer {both[0]!r}; rename one")
+    for name in sorted(set(registry.names()) & set(choices("stack"))):
+        # The stack of that name stays what it is, whatever is installed.
+        if not registry.withdraw(name, f"conf/stack/{name}.yaml has its name; rename it"):
+            raise ValueError(f"conf/stack/{name}.yaml has the name of the registered mixer {name!r}; rename one")
     store = ConfigStore.instance()
     for name in registry.names():
         store.store(group="stack", name=name, node={"stack": name, "model": {"layout": name}}, package="_global_")

@@ -73,7 +73,7 @@ class Training(L.LightningModule):
             self.compiled = True
 
     def configure_optimizers(self) -> dict[str, Any]:
-        # Under mixed precision, Lightning does not clip for an optimiser that could unscale by itself, as fused ones can.
+        # Under mixed precision, Lightning clips for no optimiser that could unscale by itself, as fused ones can.
         optimizer = self.plan.optimizer.build(self.net, fused=self.plan.trainer.precision in _PRECISION)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.plan.optimizer.factor(self.plan.steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -89,7 +89,9 @@ class Training(L.LightningModule):
     def logits(self, batch: Batch) -> Tensor:
         """[N, V] at the N labelled positions."""
         documents = batch.get("documents")
-        hidden = self.hidden(batch["tokens"], None if documents is None else Packing(documents, check=False))
+        # Compiled in training alone: suites of other lengths would be compiled again each.
+        hidden = self.hidden if self.training else self.net.hidden
+        hidden = hidden(batch["tokens"], None if documents is None else Packing(documents, check=False))
         return self.net.logits(hidden.flatten(0, 1).index_select(0, batch["where"]))
 
     def training_step(self, batch: Batch, index: int) -> Tensor:

@@ -61,23 +61,25 @@ def execute(tree: Mapping[str, Any], command: str, *, alone: bool) -> Outcome:
         ConfigError: wrong options of a run alone, or a runs folder that cannot be written.
     """
     try:
-        checked = config.plan(tree)
+        return _locked(config.plan(tree), command)
     except ValueError as error:
-        if alone:
-            raise ConfigError(str(error)) from None
-        return _refuse(tree, command, error)
-    folder = Path(checked.settings.runs) / checked.key
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.parent / f".{folder.name}.lock", timeout=0):
-            return _skip(checked, folder) or _run(checked, _tracker(checked, folder, command))
-    except Timeout:
-        return _outcome(checked, folder, "skipped", "another process is running it")
+        wrong = error
     except OSError as error:
-        reason = f"runs={checked.settings.runs!r} cannot be written: {error}"
-        if alone:
-            raise ConfigError(reason) from None
-        return _outcome(checked, folder, "failed", reason)
+        wrong = ValueError(f"runs={tree.get('runs')!r} cannot be written: {error}")
+    if alone:
+        raise ConfigError(str(wrong)) from None
+    return _refuse(tree, command, wrong)
+
+
+def _locked(plan: config.Plan, command: str) -> Outcome:
+    """Run what is neither finished nor being run."""
+    folder = Path(plan.settings.runs) / plan.key
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(folder.parent / f".{folder.name}.lock", timeout=0):
+            return _skip(plan, folder) or _run(plan, _tracker(plan, folder, command))
+    except Timeout:
+        return _outcome(plan, folder, "skipped", "another process is running it")
 
 
 def _skip(plan: config.Plan, folder: Path) -> Outcome | None:
@@ -119,17 +121,22 @@ def _end(plan: config.Plan, tracker: Tracker, status: Status, text: str) -> Outc
 
 
 def _refuse(tree: Mapping[str, Any], command: str, error: ValueError) -> Outcome:
-    """The record of a cell whose options are wrong."""
+    """The record of a cell whose options are wrong; they may be of any type."""
     semantic = {name: value for name, value in tree.items() if name not in ("runs", "sweep", "mlflow")}
-    model, runs = tree.get("model") or {}, str(tree.get("runs"))
-    params = {"stack": str(config.label(tree.get("stack"), model.get("layout"))), "layout": model.get("layout"),
-              "task": str((tree.get("task") or {}).get("name")), "seed": tree.get("seed")}
-    folder, reason = Path(runs) / config.key(semantic), f"{type(error).__name__}: {error}"
-    about = Description(params["stack"], params, config.plain(semantic), environment({}), command, tree.get("sweep"))
-    tracker = Tracker(folder, about, _database(runs, tree.get("mlflow")))
-    tracker.finish("FAILED", reason, "".join(traceback.format_exception(error)))
-    print(f"{params['stack']} seed {params['seed']}: FAILED: {reason} ({folder}/log.txt)", flush=True)
-    return Outcome(params["stack"], params["task"], params["seed"], "failed", reason, str(folder))
+    model, task = (node if isinstance(node := tree.get(name), Mapping) else {} for name in ("model", "task"))
+    layout, seed, sweep, runs = model.get("layout"), tree.get("seed"), tree.get("sweep"), str(tree.get("runs"))
+    label, folder = str(config.label(tree.get("stack"), layout)), Path(runs) / config.key(semantic)
+    params = {"stack": label, "layout": layout, "task": task.get("name"), "seed": seed}
+    reason, sweep = f"{type(error).__name__}: {error}", sweep if isinstance(sweep, str) else None
+    about = Description(label, params, config.plain(semantic), environment({}), command, sweep)
+    try:
+        tracker = Tracker(folder, about, _database(runs, tree.get("mlflow")))
+        tracker.finish("FAILED", reason, "".join(traceback.format_exception(error)))
+    except OSError:
+        # There is no place for a record; the table tells it.
+        pass
+    print(f"{label} seed {seed}: FAILED: {reason} ({folder}/log.txt)", flush=True)
+    return Outcome(label, str(task.get("name")), seed, "failed", reason, str(folder))
 
 
 def _tracker(plan: config.Plan, folder: Path, command: str) -> Tracker:

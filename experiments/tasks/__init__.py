@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 # Names only, so that listing the tasks (`--help`) does not pay for importing torch.
 _CLASSES = {
     "mqar": "experiments.tasks.mqar:MQAR",
+    "text": "experiments.tasks.text:Text",
 }
 
 

@@ -16,8 +16,8 @@ from experiments.tracking import connect
 # A run of a second: 4 steps of 4 rows.
 TINY = (
     "model.d_model=8", "model.mlp=none", "task.vocabulary=32", "task.length=16", "task.kv=[2]", "task.test_kv=[2,4]",
-    "task.rows_per_suite=8", "trainer.steps=4", "trainer.batch_size=4", "trainer.log_every=2", "trainer.validate_every=2",
-    "trainer.threads=1",
+    "task.rows_per_suite=8", "trainer.steps=4", "trainer.batch_size=4", "trainer.log_every=2",
+    "trainer.validate_every=2", "trainer.threads=1",
 )
 
 

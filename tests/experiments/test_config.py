@@ -108,7 +108,10 @@ def test_a_wrong_option_is_named_with_what_is_allowed(plan_of, override, message
 
 @pytest.mark.parametrize(
     ("override", "message"),
-    [("trainer.accelerator=gpu", "accelerator='gpu', but torch sees no GPU"), ("trainer.precision=16-mixed", "needs a GPU")],
+    [
+        ("trainer.accelerator=gpu", "accelerator='gpu', but torch sees no GPU"),
+        ("trainer.precision=16-mixed", "precision='16-mixed' needs a GPU"),
+    ],
 )
 def test_what_needs_a_gpu_is_an_error_without_one(plan_of, monkeypatch, override, message):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -134,7 +137,7 @@ SAME = {
     "stack or layout": ("stack=linear", "model.layout=linear"),
     "tokens or steps": ("trainer.steps=null", "trainer.tokens=200", "trainer.steps=4"),
     "unused mixers": ("model.mixers.window.window=3", "seed=0"),
-    "1 or 1.0": ("optimizer.clip=1", "optimizer.clip=1.0"),
+    "0 or 0.0": ("model.dropout=0", "model.dropout=0.0"),
     "where it runs": ("trainer.threads=3", "trainer.log_every=9", "trainer.checkpoint_every=1", "trainer.compile=true",
                       "trainer.backend=reference", "runs=elsewhere", "mlflow=false", "sweep=mine"),
 }

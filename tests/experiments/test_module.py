@@ -87,6 +87,26 @@ def test_training_is_a_plain_loop_whose_loss_is_the_mean_over_labelled_tokens(pl
         torch.testing.assert_close(got.float(), wanted, rtol=2e-3, atol=2e-5, msg=name)
 
 
+def test_the_gradient_of_an_accumulated_step_is_that_of_one_large_batch(plan_of, fit):
+    # Adam hardly sees a factor in its gradients, clipping does.
+    def gradients(*batches):
+        plan = plan_of("task.kv=[1,2,4]", "trainer.steps=1", "trainer.precision=64", "optimizer.clip=null", *batches)
+        return [parameter.grad for parameter in fit(plan)[1].parameters()]
+
+    parts = gradients("trainer.batch_size=2", "trainer.accumulate=3")
+    for part, whole in zip(parts, gradients("trainer.batch_size=6"), strict=True):
+        torch.testing.assert_close(part, whole)
+
+
+def test_validation_leaves_no_tensors_that_training_cannot_use(plan_of, tmp_path):
+    # A mixer may keep what it computes, such as tables of sines.
+    plan, kept = plan_of("trainer.log_every=1"), []
+    real = plan.task.metrics
+    plan.task.metrics = lambda logits, labels: kept.append(logits) or real(logits, labels)
+    module.train(plan, Tracker(tmp_path / "run", Description("x", {}, plan.config, {}, "")), lambda line: None)
+    assert kept and not any(logits.is_inference() or logits.requires_grad for logits in kept)
+
+
 def test_batches_are_the_rows_in_order_and_rates_those_of_the_schedule(plan_of, fit):
     plan = plan_of("optimizer.warmup=0.5", "optimizer.lr=0.1", "trainer.accumulate=2")
     watch = Watch()
@@ -237,10 +257,15 @@ def test_a_monitor_that_the_task_does_not_measure_is_named(plan_of, train):
 
 
 def test_compile_compiles_the_inner_function_alone(plan_of, fit, monkeypatch):
-    compiled = []
-    monkeypatch.setattr(torch, "compile", lambda function: compiled.append(function) or function)
+    compiled, called = [], []
+
+    def compile(function):
+        compiled.append(function)
+        return lambda *arguments: called.append(1) or function(*arguments)
+
+    monkeypatch.setattr(torch, "compile", compile)
     _, training, _ = fit(plan_of("trainer.compile=true"))
-    assert compiled == [training.net.hidden]
+    assert compiled == [training.net.hidden] and len(called) == 4
     assert all(name.startswith("net.") and "_orig_mod" not in name for name in training.state_dict())
 
 

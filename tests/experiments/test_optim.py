@@ -109,5 +109,5 @@ def test_wrong_options_are_named(options, message):
 
 
 def test_an_unknown_optimizer_gets_the_closest():
-    with pytest.raises(ValueError, match="optimizer='adamv' is not an optimiser.*did you mean 'adamw'"):
+    with pytest.raises(ValueError, match=r"optimizer='adamv' is not an optimiser.*did you mean 'adamw'"):
         optim.get("adamv")

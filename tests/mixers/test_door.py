@@ -1,4 +1,5 @@
-"""The contracts of the door, for every registered mixer, the convolution, and a hybrid of three mixers.
+"""The contracts of the door on what the conformance kit does not see: a hybrid stack, the block's convolution, a mixer
+with only `whole`; and on random documents and cuts. Registered mixers: test_check.py.
 
 Truth: each document extracted, run alone through `forward`, and scattered back.
 """
@@ -37,14 +38,12 @@ def hybrid():
     return Stack("mha@a + window + linear|based + mha@a", WIDTH, None, mixers, options, "sinusoidal", 64)
 
 
-BUILDERS = {name: (lambda name=name: registry.build(name, WIDTH, n_heads=2)) for name in registry.names()} | {
-    "window 3": lambda: registry.build("window", WIDTH, n_heads=2, window=3),
-    "gqa 4:2": lambda: registry.build("gqa", WIDTH, n_heads=4, n_kv_heads=2, head_dim=6, qk_norm=True, bias=True),
+BUILDERS = {
+    "gqa": lambda: registry.build("gqa", WIDTH, n_heads=4, n_kv_heads=2, head_dim=6, qk_norm=True, bias=True),
     "convolution": lambda: ShortConvolution(WIDTH),
     "hybrid": hybrid,
     "only whole": Cumulative,
 }
-BIDIRECTIONAL = [name for name in registry.names() if "causal" in registry.options(name)]
 
 
 @pytest.fixture(params=BUILDERS)
@@ -179,20 +178,6 @@ def test_clone_is_independent_and_rows_can_be_reordered(mixer):
     assert torch.allclose(swapped, straight[rows], atol=1e-12)
 
 
-@pytest.mark.parametrize("name", BIDIRECTIONAL)
-def test_bidirectional_form_sees_its_whole_document_and_has_no_decode(name):
-    torch.manual_seed(0)
-    mixer = registry.build(name, WIDTH, n_heads=2, causal=False).double()
-    x = torch.randn(ROWS, TIME, WIDTH, dtype=torch.float64, requires_grad=True)
-    ids = random_documents()
-    y = mixer(x, Packing(ids))
-    assert torch.allclose(y, alone(mixer, x, ids), atol=1e-12)
-    grad = torch.autograd.grad(mixer(x)[0, 0].sum(), x)[0]
-    assert (grad[0].abs().amax(1) > 0).all() and (grad[1:] == 0).all()
-    with pytest.raises(ValueError, match="causal=False has no decode"):
-        mixer.start(1, x)
-
-
 def test_a_mixer_with_only_whole_cannot_be_bidirectional():
     mixer = Cumulative().double()
     mixer.causal = False
@@ -207,17 +192,6 @@ def test_a_mixer_without_mix_or_whole_says_what_is_missing():
 
     with pytest.raises(NotImplementedError, match="Empty must define `mix` and `empty`, or `whole`"):
         Empty()(torch.zeros(1, 2, 3))
-
-
-@pytest.mark.parametrize("name", registry.names())
-@pytest.mark.parametrize("time", [0, 1, 2, 17, 63, 127])
-def test_any_length_runs_and_keeps_shape_and_dtype(name, time):
-    mixer = registry.build(name, 16)
-    x = torch.randn(2, time, 16)
-    assert mixer(x).shape == x.shape and mixer(x).dtype == x.dtype
-    with torch.device("meta"):
-        ghost = registry.build(name, 16)
-    assert ghost(x.to("meta")).shape == x.shape
 
 
 @pytest.mark.parametrize("name", registry.names())
@@ -236,35 +210,6 @@ def test_autocast_gives_bf16_with_finite_gradients_and_wide_states(name):
     assert all(p.dtype == torch.float32 and torch.isfinite(p.grad).all() for p in mixer.parameters())
     assert (last[:, 0] - y[:, 64]).abs().max() < 0.03
     assert all(t.dtype == torch.float32 for key, t in state.tensors.items() if key in ("kv", "z"))
-
-
-@pytest.mark.parametrize("name", registry.names())
-def test_every_parameter_gets_a_gradient(name):
-    """C43."""
-    mixer = registry.build(name, 16)
-    mixer(torch.randn(2, 9, 16)).square().sum().backward()
-    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in mixer.parameters())
-
-
-@pytest.mark.parametrize("name", [n for n in registry.names() if "dropout" in registry.options(n)])
-def test_dropout_is_off_in_eval(name):
-    """C14."""
-    mixer = registry.build(name, 16, dropout=0.5)
-    x = torch.randn(1, 9, 16)
-    assert not torch.equal(mixer(x), mixer(x))
-    mixer.eval()
-    assert torch.equal(mixer(x), mixer(x))
-
-
-@pytest.mark.parametrize("name", registry.names())
-def test_compiled_equals_eager_without_graph_breaks(name):
-    mixer = registry.build(name, 16)
-    torch._dynamo.reset()
-    compiled = torch.compile(mixer, fullgraph=True, backend="aot_eager")
-    x = torch.randn(2, 21, 16)
-    assert torch.allclose(compiled(x), mixer(x), atol=1e-6)
-    packing = Packing(torch.tensor([[1] * 9 + [0] * 3 + [2] * 9] * 2, dtype=torch.int32))
-    assert torch.allclose(compiled(x, packing), mixer(x, packing), atol=1e-6)
 
 
 def test_wrong_shape_is_named():
