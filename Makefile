@@ -17,7 +17,7 @@ BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install packages venv quickstart test ui lint lock test-floor clean
+.PHONY: help install packages venv quickstart test ui bench-step lint lock test-floor clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -59,6 +59,9 @@ ui: $(INSTALLED)  ## the MLflow UI on http://127.0.0.1:5000 (PORT=5001 for anoth
 	@echo "It answers in about ten seconds; Ctrl-C ends it."
 	@PYTHONWARNINGS=ignore $(BIN)/python -m mlflow server --host 127.0.0.1 --port $(PORT) --workers 1 --uvicorn-opts "--log-level warning" \
 	  --backend-store-uri sqlite:///runs/mlflow.db
+
+bench-step: $(INSTALLED)  ## what the framework adds to a training step, against a bare PyTorch loop
+	@$(BIN)/python -m experiments.bench_step
 
 lint: $(INSTALLED)  ## ruff, import-linter, and mypy on kernels, mixers and arch
 	@status=0; for check in 'ruff check .' lint-imports mypy; do $(BIN)/$$check || status=1; done; exit $$status

@@ -22,7 +22,9 @@ FINISHED = "FINISHED"
 UNKNOWN = "UNKNOWN"
 
 _FILES = ("status.json", "params.json", "metrics.jsonl", "config.yaml")
-_FACTS = ("run", "folder", "status", "reason", "sweep", "started", "seconds", "command", "last_step", "last_tokens")
+_FACTS = (
+    "run", "folder", "status", "reason", "sweep", "sweeps", "started", "seconds", "command", "last_step", "last_tokens",
+)  # fmt: skip
 _PARAMS = ("stack", "layout", "task", "seed")
 _POINT = ("metric", "step", "tokens", "value")
 
@@ -32,8 +34,8 @@ class Records:
     """What is known of a set of runs.
 
     Attributes:
-        runs: one row a run: run, folder, status, reason, sweep, started, seconds (wall time), command, last_step,
-            last_tokens (training tokens seen), cell, every param (stack, layout, task, seed, d_model, ...), the last
+        runs: one row a run: run, folder, status, reason, sweep (which made it), sweeps (all it is in), started, seconds
+            (wall time), command, last_step, last_tokens (training tokens seen), cell, every param (stack, layout, task, seed, d_model, ...), the last
             value of every metric. Of params, null, true, false and lists are JSON text.
         curves: run, metric, step, tokens, value: one row a logged value, in the order of logging.
         environment: one row a run, indexed by run: versions, commit, device, ...
@@ -90,12 +92,12 @@ def select(records: Records, sweep: str) -> Records:
     Raises:
         ValueError: no run belongs to it.
     """
-    known = sorted(records.runs["sweep"].dropna().unique())
+    known = sorted({name for names in records.runs["sweeps"] for name in names})
     if sweep not in known:
         raise ValueError(
             f"no run belongs to the sweep {sweep!r}{nearest(sweep, known)}; sweeps: {', '.join(known) or 'none'}"
         )
-    return only(records, records.runs[records.runs["sweep"] == sweep])
+    return only(records, records.runs[[sweep in names for names in records.runs["sweeps"]]])
 
 
 def only(records: Records, runs: pd.DataFrame) -> Records:
@@ -141,6 +143,7 @@ def _read(path: Path) -> _Record:
         "folder": str(path),
         "status": UNKNOWN if unusable else str(status.get("status") or UNKNOWN),
         "reason": unusable or status.get("reason"),
+        "sweeps": tuple(map(str, status.get("sweeps") or filter(None, [status.get("sweep")]))),
         "last_step": points["step"].max(),
         "last_tokens": points["tokens"].max(),
     }

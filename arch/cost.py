@@ -9,14 +9,19 @@ apart.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from arch.block import Block
 from arch.language_model import LanguageModel
+from arch.layout import Layer
 from kernels.flops import FlopCounter
 from mixers.base import State
+
+M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -88,8 +93,72 @@ def measure(model: LanguageModel, length: int) -> Cost:
     )
 
 
-def on_meta(model: LanguageModel) -> LanguageModel:
-    """The same model without values: no memory is copied."""
+@dataclass(frozen=True)
+class Part:
+    """What one part of a model adds to its cost, counted as in `Cost`.
+
+    Attributes:
+        name: "embedding", a layer as its layout spells it ("window|linear@a"), or "head" (with the norm before it).
+        parameters: those that no part before it has: 0 where a layer shares its weights with an earlier one.
+        flops_per_token_forward: mean over the tokens of a sequence.
+        state_bytes: of one sequence; None where the model is bidirectional.
+        dense_counted: as in `Cost`.
+    """
+
+    name: str
+    parameters: int
+    flops_per_token_forward: float
+    state_bytes: int | None
+    dense_counted: bool = False
+
+
+def parts(model: LanguageModel, length: int) -> tuple[Part, ...]:
+    """The embedding, every layer in order, the head: each column adds up to what `measure` says of the whole.
+
+    Equal layers are counted once, so the time does not grow with the depth.
+
+    Raises:
+        ValueError: as `measure`.
+    """
+    if length < 1:
+        raise ValueError(f"length={length} must be at least 1")
+    x = torch.empty(1, length, model.embedding.embedding_dim, dtype=model.embedding.weight.dtype, device="meta")
+    seen: set[int] = set()
+    stateless = 0 if model.causal else None
+    found = [Part("embedding", _new(seen, model.embedding, model.stack.position), 0.0, stateless)]
+    counted: dict[Layer, Part] = {}
+    for layer, block in zip(model.stack.layers, model.stack.blocks, strict=True):
+        if layer not in counted:
+            counted[layer] = _layer(str(layer), block, x, model.causal)
+        found.append(replace(counted[layer], parameters=_new(seen, block)))
+    head = on_meta(model.head)
+    with torch.no_grad(), FlopCounter() as counter:
+        head(x)
+    found.append(Part("head", _new(seen, model.stack.norm, model.head), counter.total / length, stateless))
+    return tuple(found)
+
+
+def _layer(name: str, block: Block, x: Tensor, causal: bool) -> Part:
+    """One layer on [1, T, D], without its parameters."""
+    block = on_meta(block).eval()
+    with torch.no_grad(), FlopCounter() as counter:
+        block(x)
+    state = None
+    if causal:
+        with torch.no_grad(), FlopCounter():
+            state = block.extend(x, block.start(1, x))[1].bytes
+    return Part(name, 0, counter.total / x.shape[1], state, counter.dense)
+
+
+def _new(seen: set[int], *modules: nn.Module) -> int:
+    """Number of parameters that are not in `seen` yet; they are added to it."""
+    fresh = {id(p): p.numel() for module in modules for p in module.parameters() if id(p) not in seen}
+    seen.update(fresh)
+    return sum(fresh.values())
+
+
+def on_meta(model: M) -> M:
+    """The same module without values: no memory is copied."""
     tensors = [*model.parameters(), *model.buffers()]
     memo = {
         id(t): (nn.Parameter(t.to("meta"), t.requires_grad) if isinstance(t, nn.Parameter) else t.to("meta"))

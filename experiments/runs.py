@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 
 from experiments import config
 from experiments.environment import environment
-from experiments.tracking import Description, Status, Tracker, read_status
+from experiments.tracking import Description, Status, Tracker, join_sweep, read_status
 
 
 class ConfigError(ValueError):
@@ -87,6 +87,8 @@ def _skip(plan: config.Plan, folder: Path) -> Outcome | None:
     status = read_status(folder)
     if status is None or status.status != "FINISHED":
         return None
+    if plan.settings.sweep:
+        join_sweep(folder, plan.settings.sweep, _database(plan.settings.runs, plan.settings.mlflow))
     outcome = _outcome(plan, folder, "skipped", f"finished {status.ended}")
     print(f"{_name(plan)}: skipped, {outcome.text}: {folder}", flush=True)
     return outcome

@@ -29,7 +29,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -48,12 +48,16 @@ Outcome = Literal["FINISHED", "FAILED", "DIVERGED"]
 
 @dataclass(frozen=True)
 class Status:
-    """status.json. Times are ISO 8601 with their zone; the rest is None while the run is on."""
+    """status.json. Times are ISO 8601 with their zone; the rest is None while the run is on.
+
+    `sweep` is the one that made the run, `sweeps` all that it belongs to: a finished run is not made again for another.
+    """
 
     status: Literal["RUNNING", "FINISHED", "FAILED", "DIVERGED"]
     started: str
     command: str
     sweep: str | None = None
+    sweeps: list[str] = field(default_factory=list)
     reason: str | None = None
     ended: str | None = None
     seconds: float | None = None
@@ -88,7 +92,8 @@ class Tracker:
         self.checkpoints.mkdir(parents=True)
         self._write(description)
         self.mlflow = Mirror(database, folder, description, previous and previous.mlflow_run_id) if database else None
-        self.status = Status("RUNNING", _iso(self.started), description.command, description.sweep,
+        sweeps = [description.sweep] if description.sweep else []
+        self.status = Status("RUNNING", _iso(self.started), description.command, description.sweep, sweeps,
                              mlflow_run_id=self.mlflow and self.mlflow.run_id)
         write_status(folder, self.status)
 
@@ -123,6 +128,20 @@ class Tracker:
         (self.folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(dict(description.config))))
         for name in ("params", "environment"):
             (self.folder / f"{name}.json").write_text(json.dumps(getattr(description, name), indent=1))
+
+
+def join_sweep(folder: Path, sweep: str, database: Path | None) -> None:
+    """Say that a finished run belongs to one more sweep, in its record and in the tag `sweeps` of its MLflow run."""
+    status = read_status(folder)
+    if status is None or sweep in status.sweeps:
+        return
+    status = replace(status, sweeps=[*status.sweeps, sweep])
+    write_status(folder, status)
+    if database and status.mlflow_run_id:
+        try:
+            connect(database)[0].set_tag(status.mlflow_run_id, "sweeps", cut(", ".join(status.sweeps), MAX_TAG))
+        except Exception as error:
+            _warn_once(error)
 
 
 def read_status(folder: Path) -> Status | None:
@@ -196,7 +215,8 @@ class Mirror:
 
     def _create(self, experiment: str) -> str:
         about = self.description
-        tags = {"outcome": "RUNNING", "run_key": self.folder.name, "command": about.command, "sweep": about.sweep}
+        tags = {"outcome": "RUNNING", "run_key": self.folder.name, "command": about.command,
+                "sweep": about.sweep, "sweeps": about.sweep}
         tags = {name: cut(value, MAX_TAG) for name, value in tags.items() if value}
         name = f"{about.label} seed {about.params.get('seed')}"
         return self.client.create_run(experiment, run_name=name, tags=tags).info.run_id

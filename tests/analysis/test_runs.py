@@ -184,6 +184,13 @@ def test_a_sweep_is_selected_with_all_its_tables(write, runs):
         assert list(names) == [kept.name]
 
 
+def test_a_run_of_several_sweeps_is_in_each_of_them(write, runs):
+    folder = write("mha", sweep="one")
+    status = json.loads((folder / "status.json").read_text())
+    (folder / "status.json").write_text(json.dumps(status | {"sweeps": ["one", "two"]}))
+    assert all(list(select(load(runs), name).runs["run"]) == [folder.name] for name in ("one", "two"))
+
+
 def test_an_unknown_sweep_is_answered_with_the_nearest(write, runs):
     write(sweep="quickstart")
     with pytest.raises(ValueError, match=r"'quikstart'.*did you mean 'quickstart'"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from arch.cost import measure, on_meta
+from arch.cost import measure, on_meta, parts
 from arch.language_model import LanguageModel
 from mixers import registry
 from mixers.base import Mixer
@@ -167,3 +167,48 @@ def test_a_recomputing_mixer_has_no_decode_figure(monkeypatch):
 def test_length_below_one_is_named():
     with pytest.raises(ValueError, match="length=0 must be at least 1"):
         measure(build("mha"), 0)
+    with pytest.raises(ValueError, match="length=0 must be at least 1"):
+        parts(build("mha"), 0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        ("mha", dict()),
+        ("2*window + linear|based + gqa", dict(convolution=4, sandwich=True, tied=False)),
+        ("gqa@a + window + gqa@a", dict(position="learned", max_length=32, parallel="normed_mean")),
+        ("mlp + gqa + mlp", dict(mlp="gelu", norm="layernorm", bias=True)),
+        ("linear", dict(mlp="none", position="sinusoidal", logit_softcap=5.0)),
+    ],
+)
+@pytest.mark.parametrize("length", [1, 17])
+def test_parts_add_up_to_the_whole(layout, options, length):
+    model = build(layout, **options)
+    found, whole = parts(model, length), measure(model, length)
+    assert [part.name for part in found] == ["embedding", *map(str, model.stack.layers), "head"]
+    assert sum(part.parameters for part in found) == whole.parameters
+    flops = sum(part.flops_per_token_forward for part in found)
+    assert flops == pytest.approx(whole.flops_per_token_forward, rel=1e-12)
+    assert sum(part.state_bytes for part in found) == whole.state_bytes
+
+
+def test_a_part_that_shares_weights_adds_none():
+    first, again, other = (part.parameters for part in parts(build("gqa@a + gqa@a + gqa"), 4)[1:-1])
+    assert first == other > 0 and again == 0
+    assert parts(build("gqa"), 4)[-1].parameters == D  # the norm: the head is the embedding
+    assert parts(build("gqa", tied=False), 4)[-1].parameters == D + V * D
+
+
+def test_parts_of_a_bidirectional_model_have_no_state():
+    model = LanguageModel("mha + mha", vocabulary=V, d_model=D, mixers={"mha": {"causal": False}})
+    found = parts(model, 9)
+    assert {part.state_bytes for part in found} == {None}
+    flops = sum(part.flops_per_token_forward for part in found)
+    assert flops == pytest.approx(measure(model, 9).flops_per_token_forward, rel=1e-12)
+
+
+def test_parts_leave_the_model_alone():
+    model = build("mha + linear").train()
+    parts(model, 8)
+    assert all(module.training for module in model.modules())
+    assert {p.device.type for p in model.parameters()} == {"cpu"}

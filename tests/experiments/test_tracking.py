@@ -119,7 +119,7 @@ def test_mlflow_has_what_the_record_has(tmp_path, database):
     run, = runs(database)
     assert (run.info.run_id, run.info.status, run.info.run_name) == (status.mlflow_run_id, "FINISHED", "gqa seed 1")
     assert run.data.params == {"stack": "gqa", "seed": "1", "lr": "0.5"}
-    tags = {"sweep": "mine", "outcome": "FINISHED", "run_key": "run", "command": ABOUT.command}
+    tags = {"sweep": "mine", "sweeps": "mine", "outcome": "FINISHED", "run_key": "run", "command": ABOUT.command}
     assert tags.items() <= run.data.tags.items()
     history = client(database).get_metric_history(run.info.run_id, "train/loss")
     assert [(point.step, point.value) for point in history] == [(64, 1.0), (128, 0.5), (192, 1 / 3)]

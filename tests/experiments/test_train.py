@@ -61,6 +61,15 @@ def test_a_finished_run_is_skipped_under_any_spelling_and_a_failed_one_is_not(co
     assert len(folders(tmp_path)) == 1
 
 
+def test_a_finished_run_joins_another_sweep(command_line, tmp_path):
+    """It is not trained again, and a report on either sweep has it."""
+    for sweep in ("first", "second", "second"):
+        command_line("mlflow=false", f"sweep={sweep}")
+    (folder,) = folders(tmp_path)
+    status = read_status(folder)
+    assert (status.sweep, status.sweeps) == ("first", ["first", "second"])
+
+
 def test_a_run_that_another_process_works_on_is_left_alone(command_line, tmp_path, plan_of):
     (tmp_path / "runs").mkdir()
     with FileLock(tmp_path / "runs" / f".{plan_of().key}.lock"):
