@@ -108,7 +108,6 @@ class Block(Mixer):
         with_mlp: an MLP sublayer behind the mixers.
     """
 
-    takes_memory = True
     has_convolution = True
 
     def __init__(self, d_model: int, mixers: Sequence[Mixer], options: BlockOptions, with_mlp: bool):
@@ -116,6 +115,7 @@ class Block(Mixer):
         self.mixing = MixerSublayer(d_model, mixers, options) if mixers else None
         self.mlp = MLPSublayer(d_model, options) if with_mlp else None
         self.causal = all(m.causal for m in mixers)
+        self.takes_memory = any(m.takes_memory for m in mixers)
 
     def parts(self) -> dict[str, Mixer]:
         """The parts with a state."""

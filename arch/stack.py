@@ -27,7 +27,6 @@ class Stack(Mixer):
         ValueError: a layout, a mixer or an option that does not fit; says which.
     """
 
-    takes_memory = True
     has_convolution = True
 
     def __init__(
@@ -48,6 +47,7 @@ class Stack(Mixer):
         self.norm = options.make_norm(d_model)
         self.position = PositionEmbedding(position, d_model, max_length)
         self.causal = all(block.causal for block in self.blocks)
+        self.takes_memory = any(block.takes_memory for block in self.blocks)
 
     def empty(self, batch: int, like: Tensor) -> dict[str, Tensor]:
         """The blocks' states under "<layer>.<part>"."""
@@ -95,13 +95,11 @@ class PositionEmbedding(nn.Module):
         if self.table is None:
             return x + sinusoids(place, x.shape[-1], torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
         end = x.shape[1] + (0 if past is None else past.length)
-        # The bound counts pads and earlier documents too; only past it the real positions must be looked at.
-        if end > self.max_length and not place.is_meta:
-            real = place if documents is None else place.masked_fill(documents == 0, 0)
-            if real.numel() and int(real.max()) >= self.max_length:
-                raise ValueError(
-                    f"position=learned was built for max_length={self.max_length}; got position {int(real.max())}"
-                )
+        # The bound counts pads and earlier documents too: past it, the real positions of packed rows must be looked at.
+        if end > self.max_length and documents is not None and not place.is_meta:
+            end = 1 + int(place.masked_fill(documents == 0, 0).max())
+        if end > self.max_length and not (place.is_meta and documents is not None):
+            raise ValueError(f"position=learned was built for max_length={self.max_length}; got position {end - 1}")
         return x + self.table(place.clamp(max=self.max_length - 1))
 
 

@@ -79,6 +79,7 @@ def _locked(plan: config.Plan, command: str) -> Outcome:
         with FileLock(folder.parent / f".{folder.name}.lock", timeout=0):
             return _skip(plan, folder) or _run(plan, _tracker(plan, folder, command))
     except Timeout:
+        print(f"{_name(plan)}: skipped, another process is running it: {folder}", flush=True)
         return _outcome(plan, folder, "skipped", "another process is running it")
 
 

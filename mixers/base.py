@@ -57,7 +57,13 @@ class Packing:
 
     @classmethod
     def from_lengths(cls, lengths: Tensor, time: int) -> Packing:
-        """One document a row, padded on the right: lengths [B] -> documents [B, time]."""
+        """One document a row, padded on the right: lengths [B] -> documents [B, time].
+
+        Raises:
+            ValueError: a length below 0 or above `time`.
+        """
+        if not lengths.is_meta and lengths.numel() and not 0 <= int(lengths.min()) <= int(lengths.max()) <= time:
+            raise ValueError(f"lengths must be from 0 to time={time}; got {lengths.tolist()}")
         return cls((torch.arange(time, device=lengths.device) < lengths[:, None]).to(torch.int32))
 
     def compact(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -218,11 +224,17 @@ class Mixer(nn.Module):
 
         Args:
             x: [B, T, D], T >= 0.
-            packing: of this piece; None: each row's last document goes on.
+            packing: of this piece; None: each row's last document goes on. An id must be the last one of its row or new
+                to it: a document that ended cannot go on (not checked over calls: that takes all ids ever seen).
         Returns:
             [B, T, D], and the state after it.
+        Raises:
+            ValueError: a state of another batch size.
         """
         self._check(x, None)
+        held = {len(t) for t in state.tensors.values()} - {len(x)}
+        if held:
+            raise ValueError(f"x {list(x.shape)} does not fit a state of batch {held.pop()}")
         if packing is None and not state.packed:
             y, tensors = self.mix(x, state, None)
             return y, State(tensors, state.length + x.shape[1])

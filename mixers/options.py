@@ -7,6 +7,7 @@ every wrong one gets the same kind of error.
 from __future__ import annotations
 
 import inspect
+import math
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -91,8 +92,9 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
     if origin in (dict, Mapping):
         if isinstance(value, Mapping):
             return dict(value)
-    elif hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+    elif hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        if math.isfinite(value):
+            return float(value)
     elif isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool):
         return value
     raise ValueError(f"{where}={value!r} must be {_spell(hint)}")
@@ -126,7 +128,7 @@ def _convert_sequence(value: Any, hint: Any, where: str) -> Any:
 
 def _spell(hint: Any) -> str:
     """A type as a user would say it."""
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
+    names = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text", type(None): "null"}
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint in names:
         return names[hint]

@@ -15,13 +15,14 @@ def rotate(x: Tensor, positions: Tensor, base: float, fraction: float = 1.0) -> 
         base: of the angles' geometric row.
         fraction: share of the K channels that turn; R = the even number of them. Channel i is paired with i + R/2.
     Returns:
-        [B, T, H, K], dtype of x. Angles are at least fp32 whatever the dtype or autocast.
+        [B, T, H, K], dtype of x. Angles are float64 whatever the dtype or autocast: in fp32 they are off by 0.025 at
+        position 1,000,000.
     """
     turned = rotary_channels(x.shape[-1], fraction)
     wide = torch.promote_types(x.dtype, torch.float32)
-    index = torch.arange(0, turned, 2, device=x.device, dtype=wide)
-    angles = positions[:, :, None, None].to(wide) * base ** (-index / turned)
-    cos, sin = angles.cos(), angles.sin()
+    index = torch.arange(0, turned, 2, device=x.device, dtype=torch.float64)
+    angles = positions[:, :, None, None].to(torch.float64) * base ** (-index / turned)
+    cos, sin = angles.cos().to(wide), angles.sin().to(wide)
     first, second, rest = x.split([turned // 2, turned // 2, x.shape[-1] - turned], -1)
     first, second = first.to(wide), second.to(wide)
     pieces = [(first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype), rest]

@@ -75,19 +75,18 @@ def _causal(
 ) -> tuple[Tensor, Tensor]:
     """Sum over the visible past: y [B, T, H, V] and the state [B, H, K, V] after the last token."""
     batch, time, heads, _width = q.shape
-    if time == 0:
+    if 0 in q.shape:
         return v.new_zeros(v.shape), state
     size = min(CHUNK, time)
     q, k, v = (rearrange(_fill(x, size), "b (n c) h d -> (b h) n c d", c=size) for x in (q, k, v))
     chunks = q.shape[1]
     ids = None if documents is None or document is None else _document_chunks(documents, document, size, heads)
-    decay = None if log_decay is None else _decay_chunks(log_decay, documents, batch, time, size, heads)
+    steps = None if log_decay is None else _decay_chunks(log_decay, documents, batch, time, size, heads)
 
     weights = q @ k.transpose(-1, -2)
     causal = torch.ones(size, size, dtype=torch.bool, device=q.device).tril(diagonal)
-    if decay is not None:
-        # log of the decay from token j to token i, masked before exp.
-        between = decay[..., :, None] - decay[..., None, :]
+    between = None if steps is None else _between(steps)
+    if between is not None:
         weights = weights * between.masked_fill(~causal, float("-inf")).exp()
     seen = causal if ids is None else causal & (ids[0][..., :, None] == ids[0][..., None, :])
     y = weights.masked_fill(~seen, 0) @ v
@@ -95,9 +94,11 @@ def _causal(
         return rearrange(y, "(b h) 1 c d -> b c h d", b=batch)[:, :time], state
 
     # What each chunk adds to the state, and how much of the state before it is left after it.
-    keys = k if decay is None else k * (decay[..., -1:] - decay).exp()[..., None]
-    queries = q if decay is None else q * decay.exp()[..., None]
-    keep = None if decay is None else decay[..., -1].exp()
+    keys, queries, keep = k, q, None
+    if steps is not None and between is not None:
+        keys = k * between[..., -1, :].exp()[..., None]
+        queries = q * steps.cumsum(-1).exp()[..., None]
+        keep = steps.sum(-1).exp()
     if ids is not None:
         now, before, after = ids
         keys = keys.masked_fill((now != after[..., None])[..., None], 0)
@@ -140,9 +141,19 @@ def _document_chunks(documents: Tensor, document: Tensor, size: int, heads: int)
 
 
 def _decay_chunks(log_decay: Tensor, documents: Tensor | None, batch: int, time: int, size: int, heads: int) -> Tensor:
-    """Log-decay summed from each chunk's first token on, itself included [P, n, C]; pads do not decay."""
+    """Log-decay of each token [P, n, C]; pads do not decay."""
     full = log_decay.expand(batch, time, heads)
     if documents is not None:
         full = full.masked_fill((documents == 0)[..., None], 0)
     full = pad(full, (0, 0, 0, -time % size))
-    return rearrange(full, "b (n c) h -> (b h) n c", c=size).cumsum(-1)
+    return rearrange(full, "b (n c) h -> (b h) n c", c=size)
+
+
+def _between(steps: Tensor) -> Tensor:
+    """Log-decay from token j to token i >= j of a chunk, [P, n, C] -> [P, n, C (i), C (j)].
+
+    Summed for each j alone: a difference of two sums from the chunk's start loses all digits behind a strong decay.
+    """
+    size = steps.shape[-1]
+    after = torch.ones(size, size, dtype=torch.bool, device=steps.device).tril(-1)
+    return steps[..., :, None].expand(*steps.shape, size).masked_fill(~after, 0).cumsum(-2)

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from arch.language_model import LanguageModel
 from arch.stack import sinusoids
-from mixers.base import Packing
+from mixers.base import Memory, Packing
 
 LAYOUTS = [
     "mha",
@@ -200,6 +200,18 @@ def test_one_training_step_reaches_every_parameter_and_reloads_weights_only(layo
 def test_wrong_models_are_named(layout, options, message):
     with pytest.raises(ValueError, match=message):
         build(layout, **options)
+
+
+def test_a_stack_without_cross_attention_refuses_a_memory():
+    x = torch.randn(1, 3, 16).double()
+    build("mha + linear").stack(x, None, Memory(x))
+    with pytest.raises(ValueError, match="cannot cross-attend"):
+        build("linear + based").stack(x, None, Memory(x))
+
+
+@pytest.mark.parametrize("layout", ["mha", "linear", "based + window"])
+def test_an_empty_batch_is_an_empty_result(layout):
+    assert build(layout)(torch.zeros(0, 5, dtype=torch.int64)).shape == (0, 5, 17)
 
 
 def test_a_bidirectional_model_has_no_decode():

@@ -133,6 +133,26 @@ def test_strong_decay_does_not_overflow(log_decay):
     assert all(torch.isfinite(a).all() and torch.allclose(a, b, atol=1e-8) for a, b in zip(got, wanted, strict=True))
 
 
+@pytest.mark.parametrize("strong", [-100.0, -1e6, float("-inf")])
+@pytest.mark.parametrize("normalise", [True, False])
+def test_a_strong_decay_leaves_the_weak_ones_after_it_exact(strong, normalise):
+    q, k, v = (t.float().requires_grad_() for t in inputs(time=64, batch=1, heads=1))
+    decay = torch.full((1, 64, 1), -0.05)
+    decay[:, 3] = strong
+    y = linear_attention(q, k, v, log_decay=decay, normalise=normalise)[0]
+    with backend.using("reference"):
+        wide = (t.detach().double() for t in (q, k, v))
+        expected = linear_attention(*wide, log_decay=decay.double(), normalise=normalise)[0]
+    assert (y - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert all(torch.isfinite(g).all() for g in torch.autograd.grad(y.sum(), (q, k, v)))
+
+
+def test_an_empty_batch_is_an_empty_result(implementation):
+    q, k, v = (t[:0] for t in inputs())
+    y, kv, z = linear_attention(q, k, v)
+    assert y.shape == v.shape and kv.shape == (0, 3, 5, 4) and z.shape == (0, 3, 5)
+
+
 def test_state_is_at_least_fp32(implementation):
     q, k, v = (t.to(torch.bfloat16) for t in inputs())
     y, kv, z = linear_attention(q, k, v)

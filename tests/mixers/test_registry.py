@@ -32,8 +32,8 @@ def example(
     ("options", "message"),
     [
         (dict(rat=1.0), r"thing has no option 'rat' \(did you mean 'rate'\?\); options: rate, kind"),
-        (dict(rate="fast"), "thing: rate='fast' must be a number"),
-        (dict(rate=True), "thing: rate=True must be a number"),
+        (dict(rate="fast"), "thing: rate='fast' must be a finite number"),
+        (dict(rate=True), "thing: rate=True must be a finite number"),
         (dict(kind="abd"), r"thing: kind='abd' is not allowed \(did you mean 'abc'\?\); allowed: a, abc"),
         (dict(count=1.5), "thing: count=1.5 must be a whole number or null"),
         (dict(count=True), "count=True must be"),

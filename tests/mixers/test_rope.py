@@ -41,6 +41,11 @@ def test_offset_is_a_rotation_by_that_many_steps_and_scores_depend_on_the_distan
     assert torch.allclose(scores[0], scores[1], atol=1e-10) and torch.allclose(scores[0], scores[2], atol=1e-10)
 
 
+def test_angles_are_exact_at_a_million_tokens():
+    x, positions = torch.randn(1, 3, 1, 64), torch.tensor([[0, 131_071, 1_048_575]])
+    assert (rotate(x, positions, 10_000.0).double() - by_complex(x, positions, 10_000.0)).abs().max() < 1e-6
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 def test_angles_stay_wide_in_bf16(autocast):
     """C11: d 64, positions 0 .. 4095; unit vectors give the cosines themselves."""
