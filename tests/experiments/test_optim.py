@@ -91,7 +91,7 @@ def test_a_fused_step_is_the_same():
     ("options", "message"),
     [
         ({"lr": 0.0}, "lr=0.0 must be above 0"),
-        ({"lr": math.nan}, "lr=nan must be above 0"),
+        ({"lr": math.nan}, "lr=nan must be a finite number"),
         ({"lr": "fast"}, "lr='fast' must be a finite number"),
         ({"betas": [0.9, 1.0]}, r"betas=\[0.9, 1.0\] must be from 0 to below 1"),
         ({"betas": [0.9]}, "must have 2 entries"),
