@@ -228,13 +228,8 @@ class Mixer(nn.Module):
                 to it: a document that ended cannot go on (not checked over calls: that takes all ids ever seen).
         Returns:
             [B, T, D], and the state after it.
-        Raises:
-            ValueError: a state of another batch size.
         """
         self._check(x, None)
-        held = {len(t) for t in state.tensors.values()} - {len(x)}
-        if held:
-            raise ValueError(f"x {list(x.shape)} does not fit a state of batch {held.pop()}")
         if packing is None and not state.packed:
             y, tensors = self.mix(x, state, None)
             return y, State(tensors, state.length + x.shape[1])

@@ -50,12 +50,6 @@ def test_lengths_that_do_not_fit_are_named():
         Packing.from_lengths(torch.tensor([9, -1]), 4)
 
 
-def test_a_state_of_another_batch_is_named():
-    mixer, x = registry.build("mha", 8), torch.randn(3, 4, 8)
-    with pytest.raises(ValueError, match=r"x \[3, 4, 8\] does not fit a state of batch 2"):
-        mixer.extend(x, mixer.start(2, x))
-
-
 def test_positions_count_per_document_and_go_on_from_the_state():
     documents = ids([1, 1, 2, 2, 2, 0], [4, 4, 4, 4, 0, 0])
     assert positions(documents, None, 6, documents.device)[:, :4].tolist() == [[0, 1, 0, 1], [0, 1, 2, 3]]
