@@ -47,6 +47,9 @@ def run(main: Callable[[], None], name: str) -> int:
         return _fail(str(error))
     except (HydraException, OmegaConfBaseException) as error:
         return _fail(explain(error, sys.argv[1:], name))
+    except BrokenPipeError:
+        # The reader has seen enough (`--help | head`). What is still buffered has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         return _fail(f"{error.filename}: {error.strerror}; runs=FOLDER chooses another folder")
     except ValueError as error:

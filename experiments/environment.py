@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-_PACKAGES = ("torch", "triton", "lightning", "hydra-core", "omegaconf", "mlflow", "numpy", "einops")
+_PACKAGES = ("triton", "lightning", "hydra-core", "omegaconf", "mlflow", "numpy", "einops")
 
 
 def environment(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -27,6 +27,8 @@ def environment(options: Mapping[str, Any]) -> dict[str, Any]:
         "python": platform.python_version(), "platform": platform.platform(),
         "processor": _processor(), "processor_count": os.cpu_count(), "gpus": gpus,
         **{f"{name}_version": _version(name) for name in _PACKAGES},
+        # Not the package's: it leaves out which build it is (+cpu, +cu130).
+        "torch_version": torch.__version__,
         "commit": _commit(), "uncommitted_changes": bool(_commit() and _git("status", "--porcelain")),
         **options,
     }
