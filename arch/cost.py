@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
@@ -96,8 +95,10 @@ class Cost:
         """Of the token after `length` others; with `decode` "recompute" it is no real decode figure."""
         if not self._model.causal:
             return None
+        # Counted before the step's counter is on.
+        state = self._after[1].clone()
         with torch.no_grad(), FlopCounter() as step:
-            self._model.extend(_tokens(1), self._after[1].clone())
+            self._model.extend(_tokens(1), state)
         return step.total
 
     @property
@@ -155,8 +156,8 @@ class Cost:
         return value
 
     def metrics(self) -> dict[str, float]:
-        """All that is cheap to count (no activations), by the names that runs log; what does not exist is left out."""
-        names = (name.replace("<length>", str(self.length)) for name in FIGURES if name != "activation_bytes_at_<length>")
+        """All but the activations, which take longer, by the names that runs log; what does not exist is left out."""
+        names = [name.replace("<length>", str(self.length)) for name in FIGURES if not name.startswith("activation")]
         found = {f"complexity/{name}": self.figure(name) for name in names}
         return {name: value for name, value in found.items() if value is not None}
 
@@ -226,8 +227,8 @@ def parts(model: LanguageModel, length: int, *, activations: bool = False) -> tu
     x = torch.empty(1, length, model.embedding.embedding_dim, dtype=model.embedding.weight.dtype, device="meta")
     seen: set[int] = set()
     nothing = 0 if model.causal else None
-    embedding = Part("embedding", _new(seen, model.embedding, model.stack.position), 0.0, *[nothing] * 4)
-    found = [embedding]
+    rows = _new(seen, model.embedding, model.stack.position)
+    found = [Part("embedding", rows, 0.0, nothing, nothing, nothing, nothing)]
     counted: dict[Layer, Part] = {}
     for layer, block in zip(model.stack.layers, model.stack.blocks, strict=True):
         if layer not in counted:

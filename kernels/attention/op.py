@@ -98,7 +98,7 @@ def attention(
 def attention_flops(
     q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], causal: bool, window: int | None
 ) -> flops.Formula:
-    """Scores and sums of a visible pair and query head, for shapes as in `attention`, ends aligned, one document a row."""
+    """Scores and sums of the visible pairs, for shapes as in `attention`, ends aligned, one document a row."""
     batch, queries, heads, width = q
     pairs = visible_pairs(queries, k[1], causal, window)
     return flops.Formula.of(

@@ -7,7 +7,8 @@ import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from kernels.attention.op import attention
-from kernels.flops import FlopCounter
+from kernels.flops import FlopCounter, Formula
+from mixers import registry
 
 
 def test_matrix_products_count_two_a_multiply_add():
@@ -53,3 +54,19 @@ def test_custom_operator_without_a_formula_is_refused():
     mystery.register_fake(torch.empty_like)
     with pytest.raises(ValueError, match=r"mixerlab_test\.mystery has no FLOP formula"), FlopCounter():
         mystery(torch.empty(3, device="meta"))
+
+
+def test_a_formula_shows_what_it_evaluates():
+    formula = Formula.of("2 * B*H*(K+V) * visible_pairs", B=1, H=4, K=16, V=16, visible_pairs=2080)
+    assert formula.value == 2 * 4 * 32 * 2080
+    assert str(formula) == "2 * B*H*(K+V) * visible pairs = 2 * 1*4*(16+16) * 2,080 = 532,480"
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_every_mixer_shows_its_formulas(name):
+    """A formula in names: a bare number would explain nothing."""
+    with torch.device("meta"):
+        mixer = registry.build(name, 64)
+    with FlopCounter() as count:
+        mixer(torch.empty(1, 8, 64, device="meta"))
+    assert count.calls and all(formula.sizes for _, formula in count.calls)
