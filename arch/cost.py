@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import re
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
@@ -16,7 +18,7 @@ from arch.block import Block
 from arch.language_model import LanguageModel
 from arch.layout import Layer
 from kernels.flops import FlopCounter, Formula
-from mixers.base import State
+from mixers.base import DOOR, Packing, State
 from mixers.options import nearest
 
 CONVENTION = """\
@@ -46,15 +48,153 @@ FIGURES = {
 }
 
 
-class Cost:
-    """The figures of one model, live or on meta, at one length; each is counted when it is first asked for.
+def attribute(name: str) -> str:
+    """The attribute of `Cost` behind a name such as "state_bytes_at_2048".
 
-    `measure` makes it. What needs a state is None for a bidirectional model.
+    Raises:
+        ValueError: no such name; says the nearest.
+    """
+    pattern = re.sub(r"_at_[1-9]\d*$", "_at_<length>", name)
+    if pattern not in FIGURES:
+        raise ValueError(f"figure {name!r} is unknown{nearest(pattern, FIGURES)}; known are {', '.join(FIGURES)}")
+    return FIGURES[pattern]
+
+
+class Kind:
+    """What the parts of one kind do to a row [1, T, D]; each figure is counted when it is first asked for.
+
+    Args:
+        module: a block, or one without a state.
+    """
+
+    def __init__(self, module: nn.Module, x: Tensor):
+        self.module, self.x = on_meta(module).eval(), x
+
+    @cached_property
+    def forward(self) -> FlopCounter:
+        """A whole row."""
+        with torch.no_grad(), FlopCounter() as counter:
+            self.module(self.x)
+        return counter
+
+    @cached_property
+    def prefill(self) -> tuple[FlopCounter, State]:
+        """A row into an empty state."""
+        return _extend(self.module, self.x) if isinstance(self.module, Block) else (self.forward, State({}))
+
+    @cached_property
+    def bf16_state_bytes(self) -> int:
+        """Of the state after a row in bfloat16."""
+        if not isinstance(self.module, Block):
+            return 0
+        return _extend(on_meta(self.module).bfloat16(), self.x.bfloat16())[1].bytes
+
+    @cached_property
+    def bookkeeping_bytes(self) -> int:
+        """Of the ids and positions in the state after a packed row, without those that the door keeps for all parts."""
+        if not isinstance(self.module, Block):
+            return 0
+        packing = Packing(torch.ones(self.x.shape[:2], dtype=torch.int32, device="meta"), check=False)
+        with torch.no_grad(), FlopCounter():
+            state = self.module.extend(self.x, self.module.start(1, self.x), packing)[1]
+        return State(state.own).bookkeeping_bytes
+
+    @cached_property
+    def decode_flops(self) -> int:
+        """Of the token after a row."""
+        # Counted before the step's counter is on; a state is consumed.
+        state = self.prefill[1].clone()
+        with torch.no_grad(), FlopCounter() as counter:
+            if isinstance(self.module, Block):
+                self.module.extend(self.x[:, :1], state)
+            else:
+                self.module(self.x[:, :1])
+        return counter.total
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one part of a model adds to its cost; what needs a state is None in a bidirectional model.
+
+    Attributes:
+        name: "embedding", a layer as its layout spells it ("window|linear@a"), or "head" (with the norm before it).
+        parameters: those that no part before it has: 0 where a layer shares its weights with an earlier one.
+    """
+
+    name: str
+    parameters: int
+    kind: Kind
+    causal: bool
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row, T."""
+        return self.kind.x.shape[1]
+
+    @property
+    def flops_per_token_forward(self) -> float:
+        """Mean over the tokens of a row."""
+        return self.kind.forward.total / self.length
+
+    @property
+    def flops_per_token_train(self) -> float:
+        """Forward and backward."""
+        return 3 * self.flops_per_token_forward
+
+    @property
+    def prefill_flops(self) -> int | None:
+        """Of all T tokens of a prompt together."""
+        return self.kind.prefill[0].total if self.causal else None
+
+    @property
+    def decode_flops_per_token(self) -> int | None:
+        """Of the token after T others."""
+        return self.kind.decode_flops if self.causal else None
+
+    @property
+    def state_bytes(self) -> int | None:
+        """Of one sequence after T tokens, in the dtype of the model."""
+        return self.kind.prefill[1].bytes if self.causal else None
+
+    @property
+    def bf16_state_bytes(self) -> int | None:
+        """Of the same in bfloat16; recurrent states stay at least float32."""
+        return self.kind.bf16_state_bytes if self.causal else None
+
+    @property
+    def attention_bytes(self) -> int:
+        """What attention moves to and from device memory at least, in the forward pass of a row."""
+        return self.kind.forward.attention_bytes
+
+    @property
+    def score_bytes(self) -> int:
+        """The score matrices that this pass would write without a fused kernel."""
+        return self.kind.forward.score_bytes
+
+    @property
+    def dense_counted(self) -> bool:
+        """Was some attention outside of our ops counted with all its masked pairs?"""
+        return self.kind.forward.dense
+
+    @property
+    def calls(self) -> Counter[tuple[str, Formula]]:
+        """How often each (op, formula) is met in the forward pass of a row."""
+        return self.kind.forward.calls
+
+
+class Cost:
+    """The figures of one model, live or on meta, at rows of one length: sums over its parts.
+
+    `measure` makes it. Each figure is counted when it is first asked for, and equal layers once, so the time does not
+    grow with the depth.
+
+    Attributes:
+        parts: the embedding, every layer in order, the head.
     """
 
     def __init__(self, model: LanguageModel, length: int):
-        self.length = length
-        self._model = on_meta(model).eval()
+        self.length, self._model = length, model
+        self.parts = tuple(_parts(model, length))
 
     @property
     def parameters(self) -> int:
@@ -77,8 +217,8 @@ class Cost:
 
     @property
     def flops_per_token_forward(self) -> float:
-        """Mean over the tokens of a sequence of `length`."""
-        return self._forward.total / self.length
+        """Mean over the tokens of a row."""
+        return sum(part.kind.forward.total for part in self.parts) / self.length
 
     @property
     def flops_per_token_train(self) -> float:
@@ -87,49 +227,54 @@ class Cost:
 
     @property
     def prefill_flops(self) -> int | None:
-        """Of all `length` tokens of a prompt together, into an empty state."""
-        return self._after[0].total if self._model.causal else None
+        """Of all tokens of a prompt together."""
+        return self._sum("prefill_flops")
 
-    @cached_property
+    @property
     def decode_flops_per_token(self) -> int | None:
         """Of the token after `length` others; with `decode` "recompute" it is no real decode figure."""
-        if not self._model.causal:
-            return None
-        # Counted before the step's counter is on.
-        state = self._after[1].clone()
-        with torch.no_grad(), FlopCounter() as step:
-            self._model.extend(_tokens(1), state)
-        return step.total
+        return self._sum("decode_flops_per_token")
 
     @property
     def state_bytes(self) -> int | None:
         """Of one sequence after `length` tokens, in the dtype of the model."""
-        return self._after[1].bytes if self._model.causal else None
+        return self._sum("state_bytes")
 
-    @cached_property
+    @property
     def bf16_state_bytes(self) -> int | None:
         """Of the same in bfloat16; recurrent states stay at least float32."""
-        return _prefill(on_meta(self._model).bfloat16(), self.length)[1].bytes if self._model.causal else None
+        return self._sum("bf16_state_bytes")
 
     @property
     def bookkeeping_bytes(self) -> int | None:
-        """Ids and positions beside the state."""
-        return self._after[1].bookkeeping_bytes if self._model.causal else None
+        """Ids and positions beside the state once anything was packed; until then there are none.
 
-    @cached_property
-    def activation_bytes(self) -> int:
-        """What autograd keeps of a training step on one sequence, see `arch.activations`."""
-        return sum(saved_bytes(self._model, self.length))
+        None for a model that is bidirectional or recomputes: the latter looks at the ids, and meta has none.
+        """
+        if not self._model.causal or self.decode == "recompute":
+            return None
+        # Of the door int32 each.
+        return sum(part.kind.bookkeeping_bytes for part in self.parts) + 4 * len(DOOR)
 
     @property
     def attention_bytes(self) -> int:
-        """What attention moves to and from device memory at least, in a forward pass of one sequence."""
-        return self._forward.attention_bytes
+        """What attention moves to and from device memory at least, in the forward pass of a row."""
+        return sum(part.attention_bytes for part in self.parts)
 
     @property
     def score_bytes(self) -> int:
         """The score matrices that this pass would write without a fused kernel."""
-        return self._forward.score_bytes
+        return sum(part.score_bytes for part in self.parts)
+
+    @cached_property
+    def activations(self) -> tuple[int, ...]:
+        """Bytes a part that autograd keeps of a training row, see `arch.activations`."""
+        return saved_bytes(self._model, self.length)
+
+    @property
+    def activation_bytes(self) -> int:
+        """The same of the whole model."""
+        return sum(self.activations)
 
     @property
     def decode(self) -> str:
@@ -139,20 +284,18 @@ class Cost:
     @property
     def dense_counted(self) -> bool:
         """Was some attention outside of our ops counted with all its masked pairs?"""
-        return self._forward.dense
+        return any(part.dense_counted for part in self.parts)
 
     def figure(self, name: str) -> float | None:
-        """A figure by its name in `FIGURES`; None where the model has none.
+        """A figure by its name in `FIGURES`; None where the model has none, as a decode figure of a recomputing one.
 
         Raises:
             ValueError: no such name; says the nearest.
         """
-        pattern = re.sub(r"_at_\d+$", "_at_<length>", name)
-        if pattern not in FIGURES:
-            raise ValueError(f"figure {name!r} is unknown{nearest(pattern, FIGURES)}; known are {', '.join(FIGURES)}")
-        if pattern.startswith("decode_flops") and self.decode == "recompute":
+        found = attribute(name)
+        if found == "decode_flops_per_token" and self.decode == "recompute":
             return None
-        value: float | None = getattr(self, FIGURES[pattern])
+        value: float | None = getattr(self, found)
         return value
 
     def metrics(self) -> dict[str, float]:
@@ -161,19 +304,13 @@ class Cost:
         found = {f"complexity/{name}": self.figure(name) for name in names}
         return {name: value for name, value in found.items() if value is not None}
 
-    @cached_property
-    def _forward(self) -> FlopCounter:
-        with torch.no_grad(), FlopCounter() as counter:
-            self._model(_tokens(self.length))
-        return counter
-
-    @cached_property
-    def _after(self) -> tuple[FlopCounter, State]:
-        return _prefill(self._model, self.length)
+    def _sum(self, name: str) -> int | None:
+        """Over the parts; None where the model is bidirectional."""
+        return sum(getattr(part, name) for part in self.parts) if self._model.causal else None
 
 
 def measure(model: LanguageModel, length: int) -> Cost:
-    """Count a model, live or on meta, at sequences of `length` tokens; its weights are not touched.
+    """Count a model, live or on meta, at rows of `length` tokens; its weights are not touched.
 
     Raises:
         ValueError: length below 1. The figures raise one for a custom operator without a FLOP formula.
@@ -183,108 +320,24 @@ def measure(model: LanguageModel, length: int) -> Cost:
     return Cost(model, length)
 
 
-@dataclass(frozen=True)
-class Part:
-    """What one part of a model adds to its cost, counted as in `Cost`.
-
-    Attributes:
-        name: "embedding", a layer as its layout spells it ("window|linear@a"), or "head" (with the norm before it).
-        parameters: those that no part before it has: 0 where a layer shares its weights with an earlier one.
-        calls: how often each (op, formula) was met in the forward pass of a sequence.
-    """
-
-    name: str
-    parameters: int
-    flops_per_token_forward: float = 0.0
-    prefill_flops: int | None = None
-    decode_flops_per_token: int | None = None
-    state_bytes: int | None = None
-    bf16_state_bytes: int | None = None
-    activation_bytes: int | None = None
-    attention_bytes: int = 0
-    score_bytes: int = 0
-    dense_counted: bool = False
-    calls: tuple[tuple[tuple[str, Formula], int], ...] = ()
-
-    @property
-    def flops_per_token_train(self) -> float:
-        """Forward and backward."""
-        return 3 * self.flops_per_token_forward
-
-
-def parts(model: LanguageModel, length: int, *, activations: bool = False) -> tuple[Part, ...]:
-    """The embedding, every layer in order, the head: each column adds up to what `measure` says of the whole.
-
-    Equal layers are counted once, so the time does not grow with the depth.
-
-    Args:
-        activations: count those too; else they are None.
-    Raises:
-        ValueError: as `measure`.
-    """
-    if length < 1:
-        raise ValueError(f"length={length} must be at least 1")
-    x = torch.empty(1, length, model.embedding.embedding_dim, dtype=model.embedding.weight.dtype, device="meta")
+def _parts(model: LanguageModel, length: int) -> Iterator[Part]:
+    weight = model.embedding.weight
+    x = torch.empty(1, length, weight.shape[1], dtype=weight.dtype, device="meta")
     seen: set[int] = set()
-    nothing = 0 if model.causal else None
-    rows = _new(seen, model.embedding, model.stack.position)
-    found = [Part("embedding", rows, 0.0, nothing, nothing, nothing, nothing)]
-    counted: dict[Layer, Part] = {}
+    yield Part("embedding", _new(seen, model.embedding, model.stack.position), Kind(nn.Identity(), x), model.causal)
+    kinds: dict[Layer, Kind] = {}
     for layer, block in zip(model.stack.layers, model.stack.blocks, strict=True):
-        if layer not in counted:
-            counted[layer] = _layer(str(layer), block, x, model.causal)
-        found.append(replace(counted[layer], parameters=_new(seen, block)))
-    found.append(replace(_head(model, x), parameters=_new(seen, model.stack.norm, model.head)))
-    if not activations:
-        return tuple(found)
-    kept = saved_bytes(model, length)
-    return tuple(replace(part, activation_bytes=n) for part, n in zip(found, kept, strict=True))
+        if layer not in kinds:
+            kinds[layer] = Kind(block, x)
+        yield Part(str(layer), _new(seen, block), kinds[layer], model.causal)
+    yield Part("head", _new(seen, model.stack.norm, model.head), Kind(model.head, x), model.causal)
 
 
-def _layer(name: str, block: Block, x: Tensor, causal: bool) -> Part:
-    """One layer on [1, T, D], without its parameters."""
-    block = on_meta(block).eval()
+def _extend(block: Block, x: Tensor) -> tuple[FlopCounter, State]:
+    """The work of a prompt x [1, T, D], and the state after it."""
     with torch.no_grad(), FlopCounter() as counter:
-        block(x)
-    part = _part(name, counter, x.shape[1])
-    if not causal:
-        return part
-    with torch.no_grad(), FlopCounter() as prompt:
-        state = block.extend(x, block.start(1, x))[1]
-    with torch.no_grad(), FlopCounter():
-        narrow = on_meta(block).bfloat16().extend(x.bfloat16(), block.start(1, x.bfloat16()))[1]
-    part = replace(part, prefill_flops=prompt.total, state_bytes=state.bytes, bf16_state_bytes=narrow.bytes)
-    with torch.no_grad(), FlopCounter() as step:
-        # `state` is consumed.
-        block.extend(x[:, :1], state)
-    return replace(part, decode_flops_per_token=step.total)
-
-
-def _head(model: LanguageModel, x: Tensor) -> Part:
-    """The head on [1, T, D], without its parameters."""
-    head = on_meta(model.head)
-    with torch.no_grad(), FlopCounter() as counter:
-        head(x)
-    part = _part("head", counter, x.shape[1])
-    if not model.causal:
-        return part
-    with torch.no_grad(), FlopCounter() as step:
-        head(x[:, :1])
-    return replace(
-        part, prefill_flops=counter.total, decode_flops_per_token=step.total, state_bytes=0, bf16_state_bytes=0
-    )
-
-
-def _part(name: str, counter: FlopCounter, length: int) -> Part:
-    return Part(
-        name,
-        parameters=0,
-        flops_per_token_forward=counter.total / length,
-        attention_bytes=counter.attention_bytes,
-        score_bytes=counter.score_bytes,
-        dense_counted=counter.dense,
-        calls=tuple(counter.calls.items()),
-    )
+        _, state = block.extend(x, block.start(1, x))
+    return counter, state
 
 
 def _new(seen: set[int], *modules: nn.Module) -> int:
@@ -320,13 +373,3 @@ def _unread(table: nn.Embedding) -> int:
     """The entries that one token does not look up."""
     return (table.num_embeddings - 1) * table.embedding_dim
 
-
-def _tokens(length: int) -> Tensor:
-    return torch.empty(1, length, dtype=torch.int64, device="meta")
-
-
-def _prefill(model: LanguageModel, length: int) -> tuple[FlopCounter, State]:
-    """The work of a prompt of that length, and the state after it."""
-    with torch.no_grad(), FlopCounter() as counter:
-        _, state = model.prefill(_tokens(length))
-    return counter, state

@@ -158,7 +158,10 @@ def composed(name: str, overrides: Sequence[str]) -> dict[str, Any]:
     """The config of a command line, in plain containers, without running anything."""
     register(name)
     with initialize_config_module("conf", version_base="1.3"):
-        return OmegaConf.to_container(compose(_config(name), overrides=list(overrides)))
+        tree = OmegaConf.to_container(compose(_config(name), overrides=list(overrides)))
+    if "match" in tree:
+        tree["match"]["command"] = list(overrides)
+    return tree
 
 
 def _config(name: str) -> str:
@@ -195,7 +198,8 @@ OPTIONS OF THE MIXERS, as model.mixers.NAME.OPTION=VALUE; they hold for any stac
 MIXERLAB_PLUGINS=FILE.py adds mixers of your own
 {mixers}
 """
-_SECTIONS = ("model/language_model", *(f"task/{task}" for task in tasks.names()), "optimizer/adamw", "trainer/default")
+_SECTIONS = ("model/language_model", *(f"task/{task}" for task in tasks.names()), "optimizer/adamw", "trainer/default",
+             "match/default")
 
 
 def register(name: str) -> None:

@@ -13,7 +13,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from importlib.resources import files
 from typing import Any, Literal
@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from arch import layout
 from arch.language_model import LanguageModel
-from experiments import optim, tasks
+from experiments import matching, optim, tasks
 from experiments.metrics import direction
 from experiments.tasks.base import Task, at_least
 from kernels.backend import BACKENDS
@@ -50,6 +50,7 @@ class Settings:
     sweep: str | None
     runs: str
     mlflow: bool
+    match: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,7 @@ class Plan:
     optimizer: optim.AdamW
     trainer: Trainer
     skeleton: LanguageModel  # on the meta device
+    matched: matching.Matched | None = None
 
     def model(self) -> LanguageModel:
         """The model with its initial weights, a function of the config and the seed."""
@@ -188,7 +190,8 @@ class Plan:
             "lr": self.optimizer.lr, "steps": self.steps, "batch_size": self.trainer.batch_size,
         }
         data = self.task.fingerprint()
-        return short | ({"data": data} if data else {}) | flatten(self.config)
+        matched = self.matched.params if self.matched else {}
+        return short | ({"data": data} if data else {}) | matched | flatten(self.config)
 
 
 def plan(tree: Mapping[str, Any]) -> Plan:
@@ -203,11 +206,14 @@ def plan(tree: Mapping[str, Any]) -> Plan:
         raise ValueError(f"{error.full_key or 'config'}: {str(error).splitlines()[0]}") from None
     settings = call(Settings, tree, "config")
     task = _build("task", settings.task, tasks.get)
+    budget = call(matching.Budget, settings.match, "match")
     with torch.device("meta"):
+        model, matched = matching.solve(budget, settings.model, lambda options: _model(options, task), task.length)
+        settings = replace(settings, model=model)
         skeleton = _model(settings.model, task)
     optimizer = _build("optimizer", settings.optimizer, optim.get)
     trainer = call(Trainer, settings.trainer, "trainer")
-    return Plan(settings, task, optimizer, trainer, skeleton)
+    return Plan(settings, task, optimizer, trainer, skeleton, matched)
 
 
 def _build(what: str, options: Mapping[str, Any], get: Any) -> Any:

@@ -47,9 +47,12 @@ def table(plan: config.Plan) -> dict[str, Any]:
         What needs a state is None for a bidirectional model.
     """
     length = plan.task.length
-    trained = cost.parts(plan.skeleton, length, activations=True)
-    later = {after: cost.parts(plan.skeleton, after) for after in LENGTHS}
-    parts = [_part(trained[i], length, {after: same[i] for after, same in later.items()}) for i in range(len(trained))]
+    trained = cost.measure(plan.skeleton, length)
+    later = {after: cost.measure(plan.skeleton, after) for after in LENGTHS}
+    parts = [
+        _part(part, kept, {after: same.parts[place] for after, same in later.items()})
+        for place, (part, kept) in enumerate(zip(trained.parts, trained.activations, strict=True))
+    ]
     sums = {name: _sum([part[name] for part in parts]) for name in parts[0] if name not in ("name", "terms")}
     return {
         "stack": plan.label,
@@ -58,20 +61,27 @@ def table(plan: config.Plan) -> dict[str, Any]:
         "vocabulary": plan.task.vocabulary,
         "length": length,
         "parts": parts,
-        "total": sums | _whole(cost.measure(plan.skeleton, length)),
-        "notes": _notes(plan, any(part.dense_counted for part in trained)),
+        "total": sums | _whole(trained, later),
+        "match": plan.matched and plan.matched.params,
+        "notes": _notes(plan, trained.dense_counted),
         "convention": cost.CONVENTION,
     }
 
 
-def _part(part: cost.Part, length: int, later: dict[int, cost.Part]) -> dict[str, Any]:
-    """One part, trained at `length` and decoding after the others."""
+def _part(part: cost.Part, kept: int, later: dict[int, cost.Part]) -> dict[str, Any]:
+    """One part, in training and decoding later.
+
+    Args:
+        kept: its activations.
+        later: the same part at other lengths.
+    """
+    length = part.length
     found: dict[str, Any] = {
         "name": part.name,
         "parameters": part.parameters,
         "flops_per_token_forward": part.flops_per_token_forward,
         "flops_per_token_train": part.flops_per_token_train,
-        f"activation_bytes_at_{length}": part.activation_bytes,
+        f"activation_bytes_at_{length}": kept,
         f"attention_bytes_at_{length}": part.attention_bytes,
         f"score_bytes_at_{length}": part.score_bytes,
     }
@@ -82,19 +92,18 @@ def _part(part: cost.Part, length: int, later: dict[int, cost.Part]) -> dict[str
         found[f"prefill_flops_at_{after}"] = same.prefill_flops
     found["terms"] = [
         {"operation": _OPERATIONS.get(op, op), "times": times, "formula": str(formula), "flops": times * formula.value}
-        for (op, formula), times in part.calls
+        for (op, formula), times in part.calls.items()
     ]
     return found
 
 
-def _whole(whole: cost.Cost) -> dict[str, Any]:
+def _whole(whole: cost.Cost, later: dict[int, cost.Cost]) -> dict[str, Any]:
     """What is no sum over the parts."""
     return {
         "parameters_active": whole.parameters_active,
         "parameters_without_embeddings": whole.parameters_without_embeddings,
-        "bookkeeping_bytes": whole.bookkeeping_bytes,
         "decode": whole.decode,
-    }
+    } | {f"bookkeeping_bytes_at_{after}": same.bookkeeping_bytes for after, same in later.items()}
 
 
 def _sum(values: Sequence[float | None]) -> float | None:
@@ -102,7 +111,7 @@ def _sum(values: Sequence[float | None]) -> float | None:
 
 
 def _notes(plan: config.Plan, dense: bool) -> list[str]:
-    notes = []
+    notes = [f"Matched: {plan.matched}."] if plan.matched else []
     if not plan.skeleton.causal:
         notes.append("No state: a mixer sees later tokens, so this model does not generate.")
     if plan.skeleton.stack.decode == "recompute":

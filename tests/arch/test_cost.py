@@ -9,12 +9,13 @@ from torch.nn.functional import cross_entropy
 from torch.profiler import profile
 
 from arch.activations import kept
-from arch.cost import FIGURES, measure, on_meta, parts
+from arch.cost import FIGURES, measure, on_meta
 from arch.language_model import LanguageModel
 from experiments import cli, config
 from experiments.metrics import metric
+from kernels.flops import FlopCounter
 from mixers import registry
-from mixers.base import Mixer
+from mixers.base import Mixer, Packing
 
 MIXERS = {"window": {"window": 5}, "gqa": {"n_heads": 4, "n_kv_heads": 2}, "based": {"feature_dim": 3}}
 D, V = 16, 11
@@ -135,9 +136,14 @@ def test_recurrent_states_stay_wide():
     assert measure(build("linear"), 9).bf16_state_bytes == 2 * D * (D + 1) * 4
 
 
-def test_bookkeeping_is_apart():
-    """Ids and positions exist once something was packed: an unpacked prompt has none."""
-    assert measure(build("window + linear"), 9).bookkeeping_bytes == 0
+def test_bookkeeping_bytes_equal_live_tensors():
+    """Ids and positions of a packed prompt, apart from its state; an unpacked one has none."""
+    model, tokens = build("window + mha|linear", convolution=4), torch.zeros(1, 9, dtype=torch.int64)
+    with torch.no_grad():
+        _, plain = model.prefill(tokens)
+        _, packed = model.prefill(tokens, Packing(torch.ones(1, 9, dtype=torch.int32)))
+    assert plain.bookkeeping_bytes == 0 and measure(model, 9).bookkeeping_bytes == packed.bookkeeping_bytes > 0
+    assert measure(model, 9).state_bytes == floats(plain) == floats(packed)
 
 
 def test_parameters_by_hand():
@@ -198,7 +204,7 @@ def test_activations_by_hand():
     model = LanguageModel(
         "mha", vocabulary=V, d_model=D, mlp="gelu", mlp_width=24, mixers={"mha": {"n_heads": 1, "position": "none"}}
     )
-    embedding, first, second, head = (part.activation_bytes for part in parts(model, 8, activations=True))
+    embedding, first, second, head = measure(model, 8).activations
     norm, attention, mlp = 2 * D + 1, 5 * D + 1, D + 2 * 24
     assert first == second == 4 * 8 * (2 * norm + attention + mlp)
     # Ids; the norm before the head, its input, and the log-probabilities; the sum of the loss's weights is a scalar.
@@ -277,8 +283,6 @@ def test_a_recomputing_mixer_has_no_decode_figure(monkeypatch):
 def test_length_below_one_is_named():
     with pytest.raises(ValueError, match="length=0 must be at least 1"):
         measure(build("mha"), 0)
-    with pytest.raises(ValueError, match="length=0 must be at least 1"):
-        parts(build("mha"), 0)
 
 
 @pytest.mark.parametrize(
@@ -293,34 +297,32 @@ def test_length_below_one_is_named():
 )
 @pytest.mark.parametrize("length", [1, 17])
 def test_parts_add_up_to_the_whole(layout, options, length):
+    """Layers counted one by one, equal ones once, against the whole model in one pass."""
     model = build(layout, **options)
-    found, whole = parts(model, length, activations=True), measure(model, length)
-    assert [part.name for part in found] == ["embedding", *map(str, model.stack.layers), "head"]
-    assert sum(part.parameters for part in found) == whole.parameters
-    flops = sum(part.flops_per_token_forward for part in found)
-    assert flops == pytest.approx(whole.flops_per_token_forward, rel=1e-12)
-    for name in ("prefill_flops", "decode_flops_per_token", "state_bytes", "bf16_state_bytes", "activation_bytes",
-                 "attention_bytes", "score_bytes"):
-        assert sum(getattr(part, name) for part in found) == getattr(whole, name), name
+    cost, ghost, tokens = measure(model, length), on_meta(model).eval(), torch.empty(1, length, dtype=int, device="meta")
+    with torch.no_grad(), FlopCounter() as forward:
+        ghost(tokens)
+    with torch.no_grad(), FlopCounter() as prompt:
+        _, state = ghost.prefill(tokens)
+    size = state.bytes
+    with torch.no_grad(), FlopCounter() as step:
+        ghost.extend(tokens[:, :1], state)
+    assert [part.name for part in cost.parts] == ["embedding", *map(str, model.stack.layers), "head"]
+    assert sum(part.parameters for part in cost.parts) == sum(p.numel() for p in model.parameters())
+    assert cost.flops_per_token_forward == forward.total / length
+    assert (cost.attention_bytes, cost.score_bytes) == (forward.attention_bytes, forward.score_bytes)
+    assert (cost.prefill_flops, cost.decode_flops_per_token, cost.state_bytes) == (prompt.total, step.total, size)
 
 
 def test_a_part_that_shares_weights_adds_none():
-    first, again, other = (part.parameters for part in parts(build("gqa@a + gqa@a + gqa"), 4)[1:-1])
+    first, again, other = (part.parameters for part in measure(build("gqa@a + gqa@a + gqa"), 4).parts[1:-1])
     assert first == other > 0 and again == 0
-    assert parts(build("gqa"), 4)[-1].parameters == D  # the norm: the head is the embedding
-    assert parts(build("gqa", tied=False), 4)[-1].parameters == D + V * D
+    assert measure(build("gqa"), 4).parts[-1].parameters == D  # the norm: the head is the embedding
+    assert measure(build("gqa", tied=False), 4).parts[-1].parameters == D + V * D
 
 
 def test_parts_of_a_bidirectional_model_have_no_state():
     model = LanguageModel("mha + mha", vocabulary=V, d_model=D, mixers={"mha": {"causal": False}})
-    found = parts(model, 9)
-    assert {part.state_bytes for part in found} == {None}
-    flops = sum(part.flops_per_token_forward for part in found)
-    assert flops == pytest.approx(measure(model, 9).flops_per_token_forward, rel=1e-12)
-
-
-def test_parts_leave_the_model_alone():
-    model = build("mha + linear").train()
-    parts(model, 8)
-    assert all(module.training for module in model.modules())
-    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    parts = measure(model, 9).parts
+    assert {part.state_bytes for part in parts} == {part.decode_flops_per_token for part in parts} == {None}
+    assert all(part.flops_per_token_forward > 0 for part in parts[1:])
