@@ -16,8 +16,9 @@ MOST_STEPS = 2**24
 MOST_GROWTH = 64
 # Refused values passed over in one interval before it counts as empty.
 MOST_REFUSED = 64
-# So many values in turn that are refused, or bring nothing nearer, end the search for a bracket.
-PATIENCE = 4
+# The search for a bracket ends after so many values in turn without a change, or a third as many away from the target
+# or refused.
+PATIENCE = 12
 # Values tried on either side of the best one where the figure was seen to rise and to fall.
 AROUND = 128
 
@@ -33,7 +34,7 @@ class Match:
 def solve(
     count: Callable[[int], float], target: float, *, step: int = 1, what: str = "figure", knob: str = "knob"
 ) -> Match:
-    """The multiple of `step` whose figure is nearest to the target, the smallest of equals.
+    """A multiple of `step` whose figure is within `TOLERANCE`; the nearest one where the figure only rises or falls.
 
     Args:
         count: the figure at a value of the knob; raises ValueError for a value that is no model.
@@ -98,24 +99,24 @@ class _Search:
     def bracket(self) -> tuple[int, int] | None:
         """Two values with the target between their figures, from 1 on; None where it is never crossed."""
         k, before, patience = 1, 0, PATIENCE
-        while k <= MOST_STEPS and patience:
+        while k <= MOST_STEPS and patience > 0:
             here = self.between(before, k + 1, k)
             if here is None:
                 # Nothing works yet: go on. Something did: perhaps nothing does any more.
-                patience -= bool(before)
+                patience -= 3 * bool(before)
                 k *= 2
                 continue
             if before and self._crossed(before, here):
                 return before, here
-            nearer = not before or abs(self.found[here] - self.target) < abs(self.found[before] - self.target)
-            patience = PATIENCE if nearer else patience - 1
+            gain = abs(self.found[before] - self.target) - abs(self.found[here] - self.target) if before else 1
+            patience = PATIENCE if gain > 0 else patience - (3 if gain < 0 else 1)
             k, before = self._further(before, here), here
         return None
 
     def close_in(self, low: int, high: int) -> None:
         """Interpolate and halve in turn until nothing that works lies between."""
         halve = False
-        while self.target not in (self.found[low], self.found[high]) and high - low > 1:
+        while self.found[low] != self.target and high - low > 1:
             share = 0.5 if halve else (self.target - self.found[low]) / (self.found[high] - self.found[low])
             here = self.between(low, high, min(max(low + 1, low + int(share * (high - low))), high - 1))
             if here is None:

@@ -180,10 +180,12 @@ Train a stack of sequence mixers on a task, or a grid of stacks, and log quality
         stacks of your own; a layout with spaces stands in quotes
     python -m experiments.train -m +experiment=quickstart
         a grid kept in a file of conf/experiment
+    python -m experiments.train -m stack=mha,gqa match.metric=parameters match.target=1.0e6 match.knob=model.mlp_width
+        equal budgets: the knob is set so that every run has the target within 1% (stack:gqa: what gqa has)
     python -m experiments.train stack=gqa trainer.steps=1000 --cfg job
         print the composed config, run nothing
     python -m experiments.show stack=gemma3 model.d_model=512
-        print the layers with their parameters, FLOPs and state bytes, run nothing
+        print the layers with their parameters, FLOPs and state bytes, run nothing; explain=true: with the formulas
 
 Options are written NAME=VALUE. A run is kept in runs/KEY, whose KEY stands for its options: a finished run is not run
 again. Wrong options end with exit code 2; a run, or one run of a grid, that fails or diverges, with 1.

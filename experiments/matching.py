@@ -117,7 +117,8 @@ def _count(model: LanguageModel, metric: str, length: int) -> float:
     figure = cost.measure(model, int(own[1]) if own else length).figure(metric)
     if figure is None:
         why = "a mixer sees later tokens" if not model.causal else "a mixer extends by running everything again"
-        raise NoFigure(f"match.metric={metric}: the layout {layout.describe(model.stack.layers)} has no such figure: {why}")
+        stack = layout.describe(model.stack.layers)
+        raise NoFigure(f"match.metric={metric}: the layout {stack} has no such figure: {why}")
     return figure
 
 
@@ -129,9 +130,7 @@ def _knob(asked: str | Sequence[str], model: Mapping[str, Any]) -> str:
     used = {name for layer in stack for name in layer.mixers if name != layout.MLP}
     here, elsewhere = _whole("model", LanguageModel), []
     for name, options in chosen.items():
-        (here if name in used else elsewhere).extend(
-            _whole(f"model.mixers.{name}", registry.get(options["mixer"]))
-        )
+        (here if name in used else elsewhere).extend(_whole(f"model.mixers.{name}", registry.get(options["mixer"])))
     for knob in asked:
         if knob not in (*here, *elsewhere):
             close = nearest(knob, [*here, *elsewhere])

@@ -186,7 +186,10 @@ def test_activation_bytes_equal_what_autograd_saves(layout, options, length):
 
 
 # Python numbers in products: based scales and divides queries and keys, the softcap logits.
-@pytest.mark.parametrize(("layout", "options", "numbers"), [(*case, n) for case, n in zip(TRAINED, (0, 4, 0, 2))])
+NUMBERS = [(*case, numbers) for case, numbers in zip(TRAINED, (0, 4, 0, 2), strict=True)]
+
+
+@pytest.mark.parametrize(("layout", "options", "numbers"), NUMBERS)
 def test_activation_bytes_equal_what_the_allocator_holds(layout, options, numbers):
     """Allocated and not freed after the forward: the activations, the loss, and 8 bytes a Python number, which autograd
     shows to nobody; less the ids that were there before."""
@@ -298,8 +301,8 @@ def test_length_below_one_is_named():
 @pytest.mark.parametrize("length", [1, 17])
 def test_parts_add_up_to_the_whole(layout, options, length):
     """Layers counted one by one, equal ones once, against the whole model in one pass."""
-    model = build(layout, **options)
-    cost, ghost, tokens = measure(model, length), on_meta(model).eval(), torch.empty(1, length, dtype=int, device="meta")
+    model, tokens = build(layout, **options), torch.empty(1, length, dtype=torch.int64, device="meta")
+    cost, ghost = measure(model, length), on_meta(model).eval()
     with torch.no_grad(), FlopCounter() as forward:
         ghost(tokens)
     with torch.no_grad(), FlopCounter() as prompt:
