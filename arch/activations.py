@@ -31,7 +31,8 @@ def saved_bytes(model: LanguageModel, length: int) -> tuple[int, ...]:
     The head has the last norm and the cross-entropy of every token with it. Parameters are not counted; what a part
     reads counts as its own. Equal layers are run once.
     """
-    with FakeTensorMode(), backend.using("portable"):
+    # The caller may build on meta by default, where attention takes another path than on the CPU.
+    with torch.device("cpu"), FakeTensorMode(), backend.using("portable"):
         ghost = _fake(model)
         tokens = torch.empty(1, length, dtype=torch.int64)
         x = ghost.embedding(tokens).detach().requires_grad_()

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import re
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from arch.activations import saved_bytes
-from arch.block import Block
 from arch.language_model import LanguageModel
-from arch.layout import Layer
-from kernels.flops import FlopCounter, Formula
-from mixers.base import DOOR, Packing, State
+from arch.parts import parts
+from mixers.base import DOOR
 from mixers.options import nearest
 
 CONVENTION = """\
@@ -28,8 +20,6 @@ every token. Training: 3 times forward (backward is 2, nothing is computed again
 carries along for one sequence, in the dtype of the model or in bfloat16, where recurrent states stay at least float32;
 ids and positions apart. Activations: what autograd keeps of one sequence until the backward, parameters aside, with the
 portable implementations. Attention traffic: q, k and v read once, the output written once."""
-
-M = TypeVar("M", bound=nn.Module)
 
 # By the names that runs log behind "complexity/" -> the attribute of `Cost`.
 FIGURES = {
@@ -60,128 +50,6 @@ def attribute(name: str) -> str:
     return FIGURES[pattern]
 
 
-class Kind:
-    """What the parts of one kind do to a row [1, T, D]; each figure is counted when it is first asked for.
-
-    Args:
-        module: a block, or one without a state.
-    """
-
-    def __init__(self, module: nn.Module, x: Tensor):
-        self.module, self.x = on_meta(module).eval(), x
-
-    @cached_property
-    def forward(self) -> FlopCounter:
-        """A whole row."""
-        with torch.no_grad(), FlopCounter() as counter:
-            self.module(self.x)
-        return counter
-
-    @cached_property
-    def prefill(self) -> tuple[FlopCounter, State]:
-        """A row into an empty state."""
-        return _extend(self.module, self.x) if isinstance(self.module, Block) else (self.forward, State({}))
-
-    @cached_property
-    def bf16_state_bytes(self) -> int:
-        """Of the state after a row in bfloat16."""
-        if not isinstance(self.module, Block):
-            return 0
-        return _extend(on_meta(self.module).bfloat16(), self.x.bfloat16())[1].bytes
-
-    @cached_property
-    def bookkeeping_bytes(self) -> int:
-        """Of the ids and positions in the state after a packed row, without those that the door keeps for all parts."""
-        if not isinstance(self.module, Block):
-            return 0
-        packing = Packing(torch.ones(self.x.shape[:2], dtype=torch.int32, device="meta"), check=False)
-        with torch.no_grad(), FlopCounter():
-            state = self.module.extend(self.x, self.module.start(1, self.x), packing)[1]
-        return State(state.own).bookkeeping_bytes
-
-    @cached_property
-    def decode_flops(self) -> int:
-        """Of the token after a row."""
-        # Counted before the step's counter is on; a state is consumed.
-        state = self.prefill[1].clone()
-        with torch.no_grad(), FlopCounter() as counter:
-            if isinstance(self.module, Block):
-                self.module.extend(self.x[:, :1], state)
-            else:
-                self.module(self.x[:, :1])
-        return counter.total
-
-
-@dataclass(frozen=True)
-class Part:
-    """What one part of a model adds to its cost; what needs a state is None in a bidirectional model.
-
-    Attributes:
-        name: "embedding", a layer as its layout spells it ("window|linear@a"), or "head" (with the norm before it).
-        parameters: those that no part before it has: 0 where a layer shares its weights with an earlier one.
-    """
-
-    name: str
-    parameters: int
-    kind: Kind
-    causal: bool
-
-    @property
-    def length(self) -> int:
-        """Tokens of a row, T."""
-        return self.kind.x.shape[1]
-
-    @property
-    def flops_per_token_forward(self) -> float:
-        """Mean over the tokens of a row."""
-        return self.kind.forward.total / self.length
-
-    @property
-    def flops_per_token_train(self) -> float:
-        """Forward and backward."""
-        return 3 * self.flops_per_token_forward
-
-    @property
-    def prefill_flops(self) -> int | None:
-        """Of all T tokens of a prompt together."""
-        return self.kind.prefill[0].total if self.causal else None
-
-    @property
-    def decode_flops_per_token(self) -> int | None:
-        """Of the token after T others."""
-        return self.kind.decode_flops if self.causal else None
-
-    @property
-    def state_bytes(self) -> int | None:
-        """Of one sequence after T tokens, in the dtype of the model."""
-        return self.kind.prefill[1].bytes if self.causal else None
-
-    @property
-    def bf16_state_bytes(self) -> int | None:
-        """Of the same in bfloat16; recurrent states stay at least float32."""
-        return self.kind.bf16_state_bytes if self.causal else None
-
-    @property
-    def attention_bytes(self) -> int:
-        """What attention moves to and from device memory at least, in the forward pass of a row."""
-        return self.kind.forward.attention_bytes
-
-    @property
-    def score_bytes(self) -> int:
-        """The score matrices that this pass would write without a fused kernel."""
-        return self.kind.forward.score_bytes
-
-    @property
-    def dense_counted(self) -> bool:
-        """Was some attention outside of our ops counted with all its masked pairs?"""
-        return self.kind.forward.dense
-
-    @property
-    def calls(self) -> Counter[tuple[str, Formula]]:
-        """How often each (op, formula) is met in the forward pass of a row."""
-        return self.kind.forward.calls
-
-
 class Cost:
     """The figures of one model, live or on meta, at rows of one length: sums over its parts.
 
@@ -194,7 +62,7 @@ class Cost:
 
     def __init__(self, model: LanguageModel, length: int):
         self.length, self._model = length, model
-        self.parts = tuple(_parts(model, length))
+        self.parts = tuple(parts(model, length))
 
     @property
     def parameters(self) -> int:
@@ -318,43 +186,6 @@ def measure(model: LanguageModel, length: int) -> Cost:
     if length < 1:
         raise ValueError(f"length={length} must be at least 1")
     return Cost(model, length)
-
-
-def _parts(model: LanguageModel, length: int) -> Iterator[Part]:
-    weight = model.embedding.weight
-    x = torch.empty(1, length, weight.shape[1], dtype=weight.dtype, device="meta")
-    seen: set[int] = set()
-    yield Part("embedding", _new(seen, model.embedding, model.stack.position), Kind(nn.Identity(), x), model.causal)
-    kinds: dict[Layer, Kind] = {}
-    for layer, block in zip(model.stack.layers, model.stack.blocks, strict=True):
-        if layer not in kinds:
-            kinds[layer] = Kind(block, x)
-        yield Part(str(layer), _new(seen, block), kinds[layer], model.causal)
-    yield Part("head", _new(seen, model.stack.norm, model.head), Kind(model.head, x), model.causal)
-
-
-def _extend(block: Block, x: Tensor) -> tuple[FlopCounter, State]:
-    """The work of a prompt x [1, T, D], and the state after it."""
-    with torch.no_grad(), FlopCounter() as counter:
-        _, state = block.extend(x, block.start(1, x))
-    return counter, state
-
-
-def _new(seen: set[int], *modules: nn.Module) -> int:
-    """Number of parameters that are not in `seen` yet; they are added to it."""
-    fresh = {id(p): p.numel() for module in modules for p in module.parameters() if id(p) not in seen}
-    seen.update(fresh)
-    return sum(fresh.values())
-
-
-def on_meta(model: M) -> M:
-    """The same module without values: no memory is copied."""
-    tensors = [*model.parameters(), *model.buffers()]
-    memo = {
-        id(t): (nn.Parameter(t.to("meta"), t.requires_grad) if isinstance(t, nn.Parameter) else t.to("meta"))
-        for t in tensors
-    }
-    return copy.deepcopy(model, memo)
 
 
 def parameters(model: nn.Module) -> int:

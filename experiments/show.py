@@ -17,6 +17,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from arch import cost, layout
+from arch.parts import Part
 from experiments import cli, config
 from experiments.metrics import format_value
 
@@ -68,7 +69,7 @@ def table(plan: config.Plan) -> dict[str, Any]:
     }
 
 
-def _part(part: cost.Part, kept: int, later: dict[int, cost.Part]) -> dict[str, Any]:
+def _part(part: Part, kept: int, later: dict[int, Part]) -> dict[str, Any]:
     """One part, in training and decoding later.
 
     Args:

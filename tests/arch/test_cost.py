@@ -9,8 +9,9 @@ from torch.nn.functional import cross_entropy
 from torch.profiler import profile
 
 from arch.activations import kept
-from arch.cost import FIGURES, measure, on_meta
+from arch.cost import FIGURES, measure
 from arch.language_model import LanguageModel
+from arch.parts import on_meta
 from experiments import cli, config
 from experiments.metrics import metric
 from kernels.flops import FlopCounter

@@ -52,6 +52,20 @@ def test_a_grid_of_six_stacks_is_matched(metric):
         assert achieved == found.matched.achieved and abs(achieved / target - 1) <= 0.01
 
 
+@pytest.mark.parametrize(
+    ("name", "knob"),
+    [
+        ("activation_bytes_at_200", "model.mlp_width"),
+        ("decode_flops_per_token_at_300", "model.mlp_width"),
+        ("bf16_state_bytes_at_100", "model.mixers.mha.head_dim"),
+    ],
+)
+def test_figures_counted_while_solving_are_those_counted_alone(name, knob):
+    """Models are built on meta by default then."""
+    found = plan(*options(name, "3.0e6", knob))
+    assert found.matched.achieved == counted(found, name, int(name.rpartition("_")[2]))
+
+
 def test_the_documented_tables_are_what_is_solved():
     text = (Path(__file__).resolve().parents[2] / "docs" / "matching.md").read_text()
     for metric, grid in GRIDS.items():
