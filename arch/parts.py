@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,9 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class Kind:
-    """What the parts of one kind do to a row [1, T, D]; each figure is counted when it is first asked for.
+    """What the parts of one kind do to a row x [1, T, D]; each figure is counted when it is first asked for.
 
-    Args:
-        module: a block, or one without a state.
+    Of a module without a state; `Layers` are those with one.
     """
 
     def __init__(self, module: nn.Module, x: Tensor):
@@ -34,43 +33,64 @@ class Kind:
     @cached_property
     def forward(self) -> FlopCounter:
         """A whole row."""
-        with torch.no_grad(), FlopCounter() as counter:
-            self.module(self.x)
-        return counter
+        return _counted(self.module, self.x)[0]
 
     @cached_property
     def prefill(self) -> tuple[FlopCounter, State]:
         """A row into an empty state."""
-        return _extend(self.module, self.x) if isinstance(self.module, Block) else (self.forward, State({}))
-
-    @cached_property
-    def bf16_state_bytes(self) -> int:
-        """Of the state after a row in bfloat16."""
-        if not isinstance(self.module, Block):
-            return 0
-        return _extend(on_meta(self.module).bfloat16(), self.x.bfloat16())[1].bytes
-
-    @cached_property
-    def bookkeeping_bytes(self) -> int:
-        """Of the ids and positions in the state after a packed row, without those that the door keeps for all parts."""
-        if not isinstance(self.module, Block):
-            return 0
-        packing = Packing(torch.ones(self.x.shape[:2], dtype=torch.int32, device="meta"), check=False)
-        with torch.no_grad(), FlopCounter():
-            state = self.module.extend(self.x, self.module.start(1, self.x), packing)[1]
-        return State(state.own).bookkeeping_bytes
+        return self.forward, State({})
 
     @cached_property
     def decode_flops(self) -> int:
         """Of the token after a row."""
-        # Counted before the step's counter is on; a state is consumed.
-        state = self.prefill[1].clone()
-        with torch.no_grad(), FlopCounter() as counter:
-            if isinstance(self.module, Block):
-                self.module.extend(self.x[:, :1], state)
-            else:
-                self.module(self.x[:, :1])
-        return counter.total
+        return _counted(self.module, self.x[:, :1])[0].total
+
+    @cached_property
+    def bf16_state_bytes(self) -> int:
+        """Of the state after a row in bfloat16."""
+        return 0
+
+    @cached_property
+    def bookkeeping_bytes(self) -> int:
+        """Of the ids and positions in the state after a packed row, without those that the door keeps for all parts."""
+        return 0
+
+
+class Layers(Kind):
+    """Equal layers of a stack."""
+
+    module: Block
+
+    @cached_property
+    def prefill(self) -> tuple[FlopCounter, State]:
+        """See `Kind`."""
+        counter, (_, state) = _counted(self.module.extend, self.x, self.module.start(1, self.x))
+        return counter, state
+
+    @cached_property
+    def decode_flops(self) -> int:
+        """See `Kind`."""
+        # A state is consumed.
+        return _counted(self.module.extend, self.x[:, :1], self.prefill[1].clone())[0].total
+
+    @cached_property
+    def bf16_state_bytes(self) -> int:
+        """See `Kind`."""
+        return Layers(copy.deepcopy(self.module).bfloat16(), self.x.bfloat16()).prefill[1].bytes
+
+    @cached_property
+    def bookkeeping_bytes(self) -> int:
+        """See `Kind`."""
+        packing = Packing(torch.ones(self.x.shape[:2], dtype=torch.int32, device="meta"), check=False)
+        _, (_, state) = _counted(self.module.extend, self.x, self.module.start(1, self.x), packing)
+        return State(state.own).bookkeeping_bytes
+
+
+def _counted(call: Callable, *arguments: Any) -> tuple[FlopCounter, Any]:
+    """The work of a call, and its result."""
+    with torch.no_grad(), FlopCounter() as counter:
+        result = call(*arguments)
+    return counter, result
 
 
 @dataclass(frozen=True)
@@ -152,16 +172,9 @@ def parts(model: LanguageModel, length: int) -> Iterator[Part]:
     kinds: dict[Layer, Kind] = {}
     for layer, block in zip(model.stack.layers, model.stack.blocks, strict=True):
         if layer not in kinds:
-            kinds[layer] = Kind(block, x)
+            kinds[layer] = Layers(block, x)
         yield Part(str(layer), _new(seen, block), kinds[layer], model.causal)
     yield Part("head", _new(seen, model.stack.norm, model.head), Kind(model.head, x), model.causal)
-
-
-def _extend(block: Block, x: Tensor) -> tuple[FlopCounter, State]:
-    """The work of a prompt x [1, T, D], and the state after it."""
-    with torch.no_grad(), FlopCounter() as counter:
-        _, state = block.extend(x, block.start(1, x))
-    return counter, state
 
 
 def _new(seen: set[int], *modules: nn.Module) -> int:

@@ -32,7 +32,7 @@ class NoFigure(Exception):
 
 Build = Callable[[Mapping[str, Any]], LanguageModel]
 # Options that decide what a stack costs, of those on a command line.
-_COUNTED = re.compile(r"\+*(model|mixers|task|experiment)\b(?!\.layout)")
+_COUNTED = re.compile(r"\+*(model|mixers|task|experiment)\b")
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def _stack(name: str, command: Sequence[str]) -> dict[str, Any]:
         close = nearest(name, options)
         raise ValueError(f"match.target=stack:{name} does not exist{close}; allowed: {', '.join(options)}") from None
     model = _composed([*filter(_COUNTED.match, command), f"stack={name}"])["model"]
-    # An experiment may have a layout of its own.
+    # The command, or an experiment, may have a layout of its own.
     return model | {"layout": alone["model"]["layout"]}
 
 
