@@ -69,12 +69,12 @@ def test_refused_values_are_passed_over():
         solve(heads, 500)
 
 
-@pytest.mark.parametrize("shape", ["linear", "quadratic", "falling"])
-def test_a_match_takes_few_counts(shape):
+@pytest.mark.parametrize(("shape", "most"), [("linear", 6), ("quadratic", 16), ("falling", 6)])
+def test_a_match_takes_few_counts(shape, most):
     """A count builds a model: some hundred would take longer than five seconds."""
     tried = []
     solve(lambda value: tried.append(value) or SHAPES[shape](value), 1_000_000.0)
-    assert len(tried) == len(set(tried)) <= 25
+    assert len(tried) == len(set(tried)) <= most
 
 
 def test_what_cannot_be_met_says_the_nearest_on_both_sides():

@@ -8,6 +8,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 from kernels.attention.op import attention
 from kernels.flops import FlopCounter, Formula
+from kernels.linear.op import linear_attention
 from mixers import registry
 
 
@@ -23,6 +24,18 @@ def test_elementwise_work_is_not_counted():
     with FlopCounter() as count:
         (x * x + x).exp().sum()
     assert count.total == 0
+
+
+def test_heads_may_have_values_of_another_width():
+    """A score takes K multiply-adds a pair, its part of the sum V; linear attention updates and reads K (V + 1)."""
+    q, v = torch.empty(2, 5, 3, 8, device="meta"), torch.empty(2, 5, 3, 6, device="meta")
+    with FlopCounter() as count:
+        attention(q, q, v)
+        linear_attention(q, q, v)
+        linear_attention(q, q, v, normalise=False)
+    assert count.flops["attention"] == 2 * 2 * 3 * 15 * (8 + 6)
+    assert count.flops["linear_attention"] == 2 * 2 * 5 * 3 * 2 * 8 * (7 + 6)
+    assert count.attention_bytes == 2 * 5 * 3 * (8 + 8 + 6 + 6) * 4 and count.score_bytes == 2 * 3 * 5 * 5 * 4
 
 
 def test_our_ops_count_nothing_inside():
