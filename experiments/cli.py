@@ -160,6 +160,7 @@ def composed(name: str, overrides: Sequence[str]) -> dict[str, Any]:
     with initialize_config_module("conf", version_base="1.3"):
         tree = OmegaConf.to_container(compose(_config(name), overrides=list(overrides)))
     if "match" in tree:
+        # Only a Hydra job can say by itself what was asked for.
         tree["match"]["command"] = list(overrides)
     return tree
 
