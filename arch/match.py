@@ -148,13 +148,16 @@ def _unreachable(search: _Search, what: str, knob: str) -> str:
         return f"{knob} does not change {what}: it is {_spell(*figures)}, the target {_spell(search.target)}"
     below = max((figure for figure in figures if figure < search.target), default=None)
     above = min((figure for figure in figures if figure > search.target), default=None)
-    near = [
-        "nothing" if figure is None else f"{_spell(figure)} with {knob}={k * search.step}"
-        for figure in (below, above)
-        for k in [next((k for k, found in sorted(search.found.items()) if found == figure), 0)]
-    ]
     target = f"within {TOLERANCE:.0%} of {_spell(search.target)}"
-    return f"no {knob} brings {what} {target}; nearest below: {near[0]}, above: {near[1]}"
+    near = f"nearest below: {_place(search, below, knob)}, above: {_place(search, above, knob)}"
+    return f"no {knob} brings {what} {target}; {near}"
+
+
+def _place(search: _Search, figure: float | None, knob: str) -> str:
+    """A figure and the smallest value of the knob that was seen to give it."""
+    if figure is None:
+        return "nothing"
+    return f"{_spell(figure)} with {knob}={search.step * min(k for k, found in search.found.items() if found == figure)}"
 
 
 def _spell(figure: float) -> str:
