@@ -157,7 +157,8 @@ def _place(search: _Search, figure: float | None, knob: str) -> str:
     """A figure and the smallest value of the knob that was seen to give it."""
     if figure is None:
         return "nothing"
-    return f"{_spell(figure)} with {knob}={search.step * min(k for k, found in search.found.items() if found == figure)}"
+    steps = min(k for k, found in search.found.items() if found == figure)
+    return f"{_spell(figure)} with {knob}={steps * search.step}"
 
 
 def _spell(figure: float) -> str:
