@@ -21,8 +21,8 @@ from lightning.pytorch.callbacks import Callback
 from torch.nn import functional as F
 
 from experiments import cli, config, module
-from experiments.tasks.base import NOT_SCORED, loader
 from experiments.record import Description
+from experiments.tasks.base import NOT_SCORED, loader
 from experiments.tracking import Tracker, address
 
 # Steps left out at the start of every round.

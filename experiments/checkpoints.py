@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 

@@ -50,8 +50,8 @@ class Settings:
     sweep: str | None
     runs: str
     mlflow: bool | str
-    rerun: Literal["never", "stale", "always"]
-    resume: str | None
+    rerun: Literal["never", "stale", "always"] = "never"
+    resume: str | None = None
 
 
 @dataclass(frozen=True)

@@ -317,7 +317,9 @@ class EarlyStop(Callback):
         self.best, self.bad, self.stopped = state["best"], state["bad"], state["stopped"]
 
 
-def train(plan: Plan, tracker: Tracker, say: Callable[[str], None], start: Checkpoint | None = None) -> dict[str, float]:
+def train(
+    plan: Plan, tracker: Tracker, say: Callable[[str], None], start: Checkpoint | None = None
+) -> dict[str, float]:
     """Train, validate and test one run.
 
     Args:

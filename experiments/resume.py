@@ -1,7 +1,8 @@
 """`resume=RUN`: continue a run under changed options, on purpose; and get a trained model back.
 
-The record moves to the folder of its new config's key, with its checkpoints, its curves and its MLflow run. From then on
-it is an interrupted run of the new config. What it was before is in its status, so that the same command finds it again.
+The record moves to the folder of its new config's key, with its checkpoints, its curves and its MLflow run. From then
+on it is an interrupted run of the new config. What it was before is in its status, so that the same command finds it
+again.
 """
 
 from __future__ import annotations
@@ -112,7 +113,9 @@ def _check(folder: Path, status: Status, plan: config.Plan) -> None:
         if getattr(plan.trainer, name) != before[name]:
             raise ValueError(f"resume: trainer.{name}={getattr(plan.trainer, name)} must stay {before[name]}")
     if plan.steps < start.position.step:
-        raise ValueError(f"resume: trainer.steps={plan.steps} must be at least {start.position.step}, where {start.path} is")
+        raise ValueError(
+            f"resume: trainer.steps={plan.steps} must be at least {start.position.step}, where {start.path} is"
+        )
     fault = checkpoints.misfit(start, plan.skeleton)
     if fault:
         raise ValueError(f"resume: the options change the weights: {fault}")
@@ -134,7 +137,7 @@ def load(run: str | Path, runs: str | Path = "runs") -> LanguageModel:
         raise ValueError(f"{folder} has no checkpoint that can be read{''.join(f'; {fault}' for fault in faults)}")
     recorded = found.content["config"]
     rest = {"stack": read_description(folder).label, "sweep": None, "runs": str(runs), "mlflow": False}
-    plan = config.plan(recorded | rest | {"rerun": "never", "resume": None})
+    plan = config.plan(recorded | rest)
     fault = checkpoints.misfit(found, plan.skeleton)
     if fault:
         raise ValueError(f"the code has changed since {folder} was made: {fault}")

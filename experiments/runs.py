@@ -1,8 +1,8 @@
 """One run from its config to its record.
 
 A run's folder is `runs/KEY`, KEY standing for its semantic config: a finished one is not run again, an interrupted one
-goes on from its newest checkpoint, and only one process works in it. Whatever goes wrong in a run stays in it, as status,
-reason and traceback; the other runs of a grid go on.
+goes on from its newest checkpoint, and only one process works in it. Whatever goes wrong in a run stays in it, as
+status, reason and traceback; the other runs of a grid go on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from experiments import config, resume
 from experiments.environment import code, environment
 from experiments.outcomes import Outcome, headline
-from experiments.record import Description, Status, lock, read_status
+from experiments.record import Description, lock, read_status
 from experiments.signals import Terminated
 from experiments.tracking import Tracker, address, join_sweep
 from mixers import registry

@@ -51,7 +51,7 @@ def _start() -> None:
 
 
 def main() -> int:
-    """The exit code: 0; 1 where a run failed or diverged; 2 after a mistake in the options; 130 after Ctrl-C, 143 after SIGTERM."""
+    """The exit code: 0; 1 where a run failed or diverged; 2 after a mistake; 130 after Ctrl-C, 143 after SIGTERM."""
     _alone.clear()
     _mistakes.clear()
     Grid.folder = None

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from experiments import module
 from experiments.module import Diverged, EarlyStop, Recorder, Training
-from experiments.tasks.base import NOT_SCORED, collate
 from experiments.record import Description
+from experiments.tasks.base import NOT_SCORED, collate
 from experiments.tracking import Tracker
 
 
@@ -177,7 +177,8 @@ def test_the_last_step_is_validated_once_whatever_the_interval(plan_of, train, r
 
 def test_checkpoints_load_weights_only_and_hold_the_trained_model(plan_of, train):
     # Case C29.
-    plan = plan_of("trainer.validate_every=3", "trainer.checkpoint_every=2", "optimizer.betas=[0.8,0.9]", "trainer.patience=5")
+    often = ("trainer.validate_every=3", "trainer.checkpoint_every=2")
+    plan = plan_of(*often, "optimizer.betas=[0.8,0.9]", "trainer.patience=5")
     _, tracker, _ = train(plan)
     assert sorted(path.name for path in tracker.record.checkpoints.iterdir()) == ["step=2.ckpt", "step=4.ckpt"]
     for path in tracker.record.checkpoints.iterdir():

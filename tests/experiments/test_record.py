@@ -67,10 +67,10 @@ def test_a_status_that_cannot_be_written_leaves_the_old_one_whole(tmp_path, monk
 def test_what_is_no_record_is_never_taken_for_an_empty_one(tmp_path):
     assert read_status(tmp_path) is None and read_status(tmp_path / "nothing") is None
     (tmp_path / "status.json").write_text('{"status": "FINI')
-    with pytest.raises(ValueError, match="status.json cannot be read"):
+    with pytest.raises(ValueError, match=r"status\.json cannot be read"):
         read_status(tmp_path)
     (tmp_path / "status.json").rename(tmp_path / "thesis.tex")
-    with pytest.raises(ValueError, match="holds files but no status.json"):
+    with pytest.raises(ValueError, match=r"holds files but no status\.json"):
         read_status(tmp_path)
 
 
@@ -99,9 +99,8 @@ def test_a_line_cut_short_is_left_out(tmp_path):
 
 
 def test_a_lock_is_held_once_and_let_go(tmp_path):
-    with lock(tmp_path / "run") as mine:
-        with lock(tmp_path / "run") as also:
-            assert (mine, also) == (True, False)
+    with lock(tmp_path / "run") as mine, lock(tmp_path / "run") as also:
+        assert (mine, also) == (True, False)
     with lock(tmp_path / "run") as again:
         assert again
 

@@ -27,7 +27,7 @@ def tracker_of(folder, plan, start=None):
 
 def run(plan, folder, death=None):
     """Train a plan in a folder, going on where an earlier try stopped; `death` may patch it to die."""
-    start, faults = checkpoints.newest(folder, {plan.key}) if folder.exists() else (None, [])
+    start = checkpoints.newest(folder, {plan.key})[0] if folder.exists() else None
     tracker = tracker_of(folder, plan, start)
     if death:
         death(tracker)
