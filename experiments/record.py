@@ -123,6 +123,11 @@ class Record:
     def metrics(self) -> Path:
         return self.folder / "metrics.jsonl"
 
+    @property
+    def seconds(self) -> float:
+        """Spent so far, by earlier processes too."""
+        return self.before + time.time() - self.began
+
     def log(self, step: int, tokens: int, metrics: Mapping[str, float]) -> dict[str, Any] | None:
         """Append one event and return it, without numbers that are not finite; None where nothing is left."""
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
@@ -137,15 +142,14 @@ class Record:
         """Where the record is, for a checkpoint; what is written so far is on disk when this returns."""
         with self.metrics.open("a") as file:
             os.fsync(file.fileno())
-            return Position(step, file.tell(), self.before + time.time() - self.began)
+            return Position(step, file.tell(), self.seconds)
 
     def finish(self, outcome: Outcome, reason: str | None = None, traceback: str | None = None,
                mlflow_run_id: str | None = None) -> Status:
         """Close the record."""
-        ended = time.time()
         self.status = replace(
-            self.status, status=outcome, reason=reason, ended=_iso(ended), owner=None, mlflow_run_id=mlflow_run_id,
-            seconds=round(self.before + ended - self.began, 3))
+            self.status, status=outcome, reason=reason, ended=_iso(time.time()), seconds=round(self.seconds, 3),
+            owner=None, mlflow_run_id=mlflow_run_id)
         if traceback:
             write(self.folder / "log.txt", traceback)
         else:

@@ -161,8 +161,9 @@ def _end(plan: config.Plan, tracker: Tracker, outcome: str, text: str, log: str 
     except OSError as error:
         # The record says RUNNING, and nobody does: the run counts as interrupted.
         text = f"{text} (and its record cannot be written: {error}; the same command goes on)"
-        status = replace(tracker.record.status, status="FAILED", seconds=0.0)
-    where = f"{tracker.folder}/log.txt" if status.status == "FAILED" else str(tracker.folder)
+        status = replace(tracker.record.status, status="FAILED", seconds=tracker.record.seconds)
+    log_file = tracker.folder / "log.txt"
+    where = log_file if log_file.exists() else tracker.folder
     print(f"{_name(plan)}: {status.status} in {status.seconds:.1f} s: {text} ({where})", flush=True)
     return _outcome(plan, tracker.folder, status.status.lower(), text, status.seconds)
 

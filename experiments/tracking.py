@@ -278,9 +278,9 @@ def connect(uri: str) -> tuple[Any, str]:
         os.environ.setdefault(name, value)
     from mlflow.tracking import MlflowClient
 
-    # Importing MLflow sets the levels of its loggers.
-    for chatty in ("mlflow", "alembic"):
-        logging.getLogger(chatty).setLevel(logging.ERROR)
+    # Importing MLflow sets the levels of its loggers. What they say of a failure is in its exception too.
+    for chatty in ("mlflow", "alembic", "sqlalchemy.pool"):
+        logging.getLogger(chatty).setLevel(logging.CRITICAL)
     if not uri.startswith("sqlite:///"):
         client = MlflowClient(uri)
         return client, _experiment(client, None)

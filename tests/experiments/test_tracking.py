@@ -188,9 +188,9 @@ def test_trouble_at_the_start_makes_one_run_at_the_end(tmp_path, database, monke
 
 
 def test_the_database_writes_ahead_and_artifacts_are_absolute(template):
-    with closing(sqlite3.connect(f"sqlite:///{template}")) as connection:
+    with closing(sqlite3.connect(template)) as connection:
         assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
-    experiment = client(template).get_experiment_by_name("mixerlab")
+    experiment = client(f"sqlite:///{template}").get_experiment_by_name("mixerlab")
     assert experiment.artifact_location == (template.parent / "artifacts").as_uri()
 
 
