@@ -112,6 +112,9 @@ class Mirror:
             self._describe()
             self._remember()
             self._reopen()
+            if go_on:
+                # Earlier processes may have had another server, or none.
+                self._send(read_events(self.folder))
         # Whatever a database, a server or a full disk can raise: the local record goes on without it.
         except Exception as error:
             self._give_up(error)

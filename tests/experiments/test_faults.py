@@ -163,6 +163,17 @@ def test_a_run_that_mlflow_knows_and_the_record_does_not_is_found(tmp_path, new_
     assert run.info.run_id == status.mlflow_run_id and run.data.metrics == {"train/loss": 1.0}
 
 
+def test_a_run_that_goes_on_brings_its_past_to_another_database(tmp_path, new_database):
+    first = Tracker(tmp_path / "run", ABOUT, None)
+    first.log(1, 64, {"train/loss": 1.0})
+    uri = f"sqlite:///{new_database(tmp_path / 'other')}"
+    second = Tracker(tmp_path / "run", ABOUT, uri, first.record.position(1))
+    second.log(2, 128, {"train/loss": 0.5})
+    client = MlflowClient(uri)
+    points = client.get_metric_history(second.mlflow.run_id, "train/loss")
+    assert [(point.step, point.value) for point in points] == [(64, 1.0), (128, 0.5)]
+
+
 def test_a_database_whose_making_was_interrupted_is_made_again(tmp_path):
     (tmp_path / ".mlflow.db-new").write_bytes(b"SQLite format 3\0 half of it")
     client, experiment = tracking.connect(f"sqlite:///{tmp_path}/mlflow.db")
