@@ -49,7 +49,9 @@ class Settings:
     seed: int
     sweep: str | None
     runs: str
-    mlflow: bool
+    mlflow: bool | str
+    rerun: Literal["never", "stale", "always"] = "never"
+    resume: str | None = None
     match: dict[str, Any] = field(default_factory=dict)
 
 
@@ -71,6 +73,7 @@ class Trainer:
     target: float | None = None
     log_every: int = 50
     checkpoint_every: int | None = None
+    keep_checkpoints: int | None = 2
     precision: Literal[32, 64, "bf16-mixed", "16-mixed"] = 32
     compile: bool = False
     deterministic: bool = False
@@ -83,7 +86,7 @@ class Trainer:
         if (self.steps is None) == (self.tokens is None):
             advice = "trainer.steps=N trainer.tokens=null, or trainer.tokens=N trainer.steps=null"
             raise ValueError(f"trainer: steps={self.steps} and tokens={self.tokens}: set exactly one of them: {advice}")
-        for name in ("steps", "tokens", "patience", "checkpoint_every", "threads"):
+        for name in ("steps", "tokens", "patience", "checkpoint_every", "keep_checkpoints", "threads"):
             if getattr(self, name) is not None:
                 at_least(f"trainer: {name}", getattr(self, name), 1)
         for name in ("batch_size", "accumulate", "validate_every", "log_every"):
