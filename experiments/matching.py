@@ -81,7 +81,7 @@ class Matched:
 
     def __str__(self) -> str:
         away = self.achieved / self.target - 1
-        return f"{self.knob}={self.value} gives {self.metric} {self.achieved:,.6g}, {away:+.2%} of {self.target:,.6g}"
+        return f"{self.knob}={self.value} gives {self.metric} {self.achieved:,.10g}, {away:+.2%} of {self.target:,.10g}"
 
 
 def solve(budget: Budget, model: dict[str, Any], build: Build, length: int) -> tuple[dict[str, Any], Matched | None]:

@@ -128,7 +128,7 @@ def test_json_has_every_figure(call):
 def test_a_match_is_shown(call):
     options = ["match.metric=parameters", "match.target=1.0e6", "match.knob=model.mlp_width"]
     _, out, _ = call("stack=gqa", *options)
-    assert re.search(r"Matched: model.mlp_width=\d+ gives parameters [\d,]+, [+-]0\.0\d% of 1e\+06", out)
+    assert re.search(r"Matched: model.mlp_width=\d+ gives parameters [\d,]+, [+-]0\.0\d% of 1,000,000", out)
     found = json.loads(call("stack=gqa", "--json", *options)[1])
     assert found["match"]["match.achieved"] == found["total"]["parameters"]
     assert json.loads(call("stack=gqa", "--json")[1])["match"] is None
