@@ -92,7 +92,8 @@ def points(records: Records, quantity: Quantity) -> dict[str, pd.DataFrame]:
         if (value := _measured(row, quantity)) is not None
     ]
     frame = pd.DataFrame(rows, columns=["cell", "length", "measured", "counted"])
-    return {str(cell): own.sort_values("length").drop(columns="cell") for cell, own in frame.groupby("cell", sort=False)}
+    grouped = frame.sort_values("length").groupby("cell")
+    return {str(cell): own[["length", "measured", "counted"]] for cell, own in grouped}
 
 
 def _measured(row: pd.Series, quantity: Quantity) -> float | None:
@@ -113,7 +114,7 @@ def exponent(lengths: Sequence[float], values: Sequence[float]) -> float:
 def exponents(records: Records) -> pd.DataFrame:
     """[cell, quantity, lengths, measured, counted]: the fitted exponents of every cell with two lengths or more."""
     rows = [
-        (cell, quantity.name, len(own), exponent(own["length"], own["measured"]), exponent(own["length"], own["counted"]))
+        (cell, quantity.name, len(own), *(exponent(own["length"], own[values]) for values in ("measured", "counted")))
         for quantity in QUANTITIES
         for cell, own in points(records, quantity).items()
         if own["length"].nunique() > 1
@@ -144,8 +145,10 @@ def warnings(records: Records) -> list[str]:
     busy = records.values("measured/shared_cores").max()
     if not busy >= SHARED_CORES:
         return []
-    return [f"Shared machine: others kept up to {busy:.1f} cores busy. Times on the wall, and tokens a second, are those "
-            "of this machine under that load. On a CPU, growth is fitted to CPU time."]
+    return [
+        f"Shared machine: others kept up to {busy:.1f} cores busy. Times on the wall, and tokens a second, are those of "
+        "this machine under that load. On a CPU, growth is fitted to CPU time."
+    ]
 
 
 def build(records: Records, command: str) -> str:

@@ -188,8 +188,12 @@ def _report(results: Sequence[Result], folder: Path) -> None:
     measured = [(result.label, result.length) for result in results if result.values]
     if len({label for label, _ in measured}) < len(set(measured)):
         print(flush=True)
-        # Another program: what compares records stands above what makes them.
-        subprocess.run([sys.executable, "-m", "analysis.scaling", str(folder)], check=False)
+        _scaling(folder)
+
+
+def _scaling(folder: Path) -> None:
+    """The exponents and their page. Another program: what compares records stands above what makes them."""
+    subprocess.run([sys.executable, "-m", "analysis.scaling", str(folder)], check=False)
 
 
 def main() -> int:

@@ -44,8 +44,10 @@ class Settings:
     mlflow: bool
 
     def __post_init__(self) -> None:
-        for name in ("length", "batch_size", "vocabulary", "rounds", *(["threads"] if self.threads is not None else [])):
+        for name in ("length", "batch_size", "vocabulary", "rounds"):
             at_least(name, getattr(self, name), 1)
+        if self.threads is not None:
+            at_least("threads", self.threads, 1)
         if self.accelerator == "gpu" and not torch.cuda.is_available():
             raise ValueError("accelerator='gpu', but torch sees no GPU here; allowed: auto, cpu")
 

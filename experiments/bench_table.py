@@ -52,8 +52,9 @@ def table(results: Sequence[Result]) -> str:
     widths = [max(len(row[i]) for row in rows if len(row) == len(_TITLES)) for i in range(len(_TITLES))]
     lines = []
     for row in rows:
-        aligned = [cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths))]
-        lines.append("  ".join(aligned[: len(row)]))
+        # A failed row ends with its reason, as long as that is.
+        sides = (str.ljust, *[str.rjust] * (len(row) - 1))
+        lines.append("  ".join(side(cell, width) for side, cell, width in zip(sides, row, widths, strict=False)))
     failed = sum(not result.values for result in results)
     counts = f"{len(results) - failed} measured, {failed} failed"
     return "\n".join([*lines, "", _NOTES, *_shared(results), *_faster(results), counts])
@@ -80,7 +81,8 @@ def _row(result: Result) -> tuple[str, ...]:
 
 def _shared(results: Sequence[Result]) -> list[str]:
     most = max((result.values["measured/shared_cores"] for result in results if result.shared), default=0.0)
-    return [f"* shared machine: others kept up to {most:.1f} cores busy meanwhile; its speed is not the machine's own."] if most else []
+    note = f"* shared machine: others kept up to {most:.1f} cores busy meanwhile; left alone it is faster"
+    return [note] if most else []
 
 
 def _faster(results: Sequence[Result]) -> list[str]:
@@ -91,6 +93,6 @@ def _faster(results: Sequence[Result]) -> list[str]:
         for short, long in pairwise(own):
             before, after = (r.flops[TRAIN] / r.values["measured/train_flops_per_second"] for r in (short, long))
             if after < before:
-                notes.append(f"distrust {label}: {long.length} tokens took less time than {short.length}; at these "
-                             "lengths not the work is timed but its launching, or the machine changed")
+                took = f"{label}: {long.length} tokens took less time than {short.length}"
+                notes.append(f"distrust {took}: so short, launching takes longer than the work, or the machine changed")
     return notes

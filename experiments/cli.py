@@ -197,10 +197,10 @@ prompt, a decoded token behind it, memory; beside them what was counted, and how
     python -m experiments.bench -m 'model.layout=mha,linear + mha' length=1024,4096 precision=bf16-mixed
         stacks of your own; a layout with spaces stands in quotes
 
-A training step is forward, loss and backward, without the optimiser. Each cell has a fresh process for its memory; first
-calls are left out; the stacks of one length take turns, and medians count. A time that would need more FLOPs a second
-than this machine has is refused. Times are the machine's own only while nobody else uses it: where others do, the table
-says so, and growth on a CPU is fitted to CPU time.
+A training step is forward, loss and backward, without the optimiser. Each cell has a fresh process for its memory;
+first calls are left out; the stacks of one length take turns, and medians count. A time that would need more FLOPs a
+second than this machine has is refused. Where others use the machine, the table says so; growth on a CPU is fitted to
+CPU time.
 
 Options are written NAME=VALUE. Records are in runs/bench/TIME and in MLflow. Wrong options end with exit code 2; a cell
 that fails, for want of memory too, with 1: the others are still measured.

@@ -1,4 +1,4 @@
-"""Times that can be trusted: of warm calls, device synchronised, beside what the machine can do and who else used it."""
+"""Times to be trusted: warm calls, device synchronised, beside what the machine can do and what others did to it."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ class Load:
         self._since = time.perf_counter(), time.process_time(), _machine_seconds()
 
     def stop(self) -> None:
-        wall, own, machine = self._since
-        wall, own = time.perf_counter() - wall, time.process_time() - own
+        start, used, machine = self._since
+        wall, own = time.perf_counter() - start, time.process_time() - used
         self._wall += wall
         if machine is None:
             # Without /proc: the processes that wanted to run in the last minute, less our own.

@@ -27,6 +27,9 @@ from experiments.metrics import METRICS, Metric, direction, format_value, legal,
         ("measured/train_tokens_per_second", "tokens/s", "higher", "training tokens a second"),
         ("measured/peak_memory_bytes", "bytes", "lower", "peak memory"),
         ("measured/decode_ms_at_512", "ms", "lower", "time to decode a token after 512"),
+        ("measured/train_step_ms", "ms", "lower", "time of a training step"),
+        ("measured/prefill_cpu_ms_at_512", "ms", "lower", "CPU time to read a prompt of 512"),
+        ("measured/peak_flops_per_second", "FLOP/s", "higher", "FLOPs a second of the fastest matrix product"),
     ],
 )
 def test_names_of_the_contract(name, unit, better, title):
