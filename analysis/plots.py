@@ -171,15 +171,17 @@ def growth(points: Mapping[str, pd.DataFrame], title: str, name: str, styles: Ma
     ends, ticks = _decades([value for own in points.values() for value in own["measured"]])
     figure.update_xaxes(type="log", tickvals=lengths, ticktext=[f"{length:,}" for length in lengths])
     figure.update_xaxes(range=(math.log10(lengths[0]) - 0.05, math.log10(lengths[-1]) + 0.12))
-    figure.update_yaxes(type="log", range=ends, tickvals=ticks, ticktext=[format_value(name, tick) for tick in ticks])
+    # The title says ms already; bytes need their prefix.
+    texts = [format_value(name, tick).removesuffix(" ms") for tick in ticks]
+    figure.update_yaxes(type="log", range=ends, tickvals=ticks, ticktext=texts)
     for cell, own in points.items():
         look = _look(styles[cell], cell)
-        figure.add_scatter(x=own["length"], y=own["measured"], mode="lines+markers", **look,
-                           hovertemplate=f"<b>{_escape(cell)}</b><br>%{{x:,}} tokens: %{{y:.4g}}<extra></extra>")
+        hover = f"<b>{_escape(cell)}</b><br>%{{x:,}} tokens: %{{y:.4g}}<extra></extra>"
+        figure.add_scatter(x=own["length"], y=own["measured"], mode="lines+markers", **look, hovertemplate=hover)
         # Only the slopes compare: the units differ.
         moved = own["counted"] * np.exp(np.log(own["measured"] / own["counted"]).mean())
-        figure.add_scatter(x=own["length"], y=moved, mode="lines", line={"color": styles[cell].colour, "dash": "dot"},
-                           legendgroup=cell, hoverinfo="skip")
+        dotted = {"color": styles[cell].colour, "dash": "dot"}
+        figure.add_scatter(x=own["length"], y=moved, mode="lines", line=dotted, legendgroup=cell, hoverinfo="skip")
     last = {cell: (own["length"].iloc[-1], own["measured"].iloc[-1]) for cell, own in points.items()}
     _names(figure, last, styles)
     return figure

@@ -64,16 +64,16 @@ def _row(result: Result) -> tuple[str, ...]:
     if result.reason:
         return result.label, str(result.length), f"FAILED: {result.reason.splitlines()[0]}"
 
-    def value(name: str, *, ms: bool = False) -> str:
+    def value(name: str) -> str:
         found = result.values.get(f"measured/{name}")
-        return "-" if found is None else f"{found:.3g}" if ms else format_value(f"measured/{name}", found)
+        return "-" if found is None else format_value(f"measured/{name}", found).removesuffix(" ms")
 
     peak = result.values["measured/train_flops_per_second"] / result.values["measured/peak_flops_per_second"]
     return (
-        result.label, str(result.length), value("train_step_ms", ms=True),
-        f"{result.values['measured/train_step_spread']:.0%}", value("train_step_cpu_ms", ms=True),
+        result.label, str(result.length), value("train_step_ms"),
+        f"{result.values['measured/train_step_spread']:.0%}", value("train_step_cpu_ms"),
         value("train_tokens_per_second") + (" *" if result.shared else ""),
-        value(f"prefill_ms_at_{result.length}", ms=True), value(f"decode_ms_at_{result.length}", ms=True),
+        value(f"prefill_ms_at_{result.length}"), value(f"decode_ms_at_{result.length}"),
         value("peak_memory_bytes"), format_value("complexity/flops_per_token_train", result.flops[TRAIN]),
         value("train_flops_per_second"), f"{peak:.0%}",
     )

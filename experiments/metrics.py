@@ -114,7 +114,7 @@ def format_value(name: str, value: float) -> str:
     if unit in ("", "nats a token", "bits a byte"):
         return f"{value:.3f}"
     if unit == "ms":
-        return f"{value:.3g} ms"
+        return f"{value:.3g} ms" if value < 1000 else f"{value:,.0f} ms"
     return _scaled(value, "B" if unit == "bytes" else "")
 
 

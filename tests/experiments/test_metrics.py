@@ -93,6 +93,8 @@ def test_a_metric_without_a_direction_cannot_be_optimised(monkeypatch):
         ("measured/train_tokens_per_second", 12_345.6, "12.3 k"),
         ("measured/train_tokens_per_second", math.inf, "inf"),
         ("measured/decode_ms_at_512", 3.2144, "3.21 ms"),
+        ("measured/train_step_ms", 12_345.6, "12,346 ms"),
+        ("measured/train_flops_per_second", 5.13e10, "51.3 G"),
         ("val/accuracy", 0.9926, "0.993"),
         ("eval/kv4/accuracy", 1, "1.000"),
         ("val/loss", 5.5452, "5.545"),
