@@ -167,8 +167,13 @@ def growth(points: Mapping[str, pd.DataFrame], title: str, name: str, styles: Ma
     figure = _figure("tokens of a sequence", title, points)
     if not points:
         return figure
+    # Only the slopes compare: the units differ.
+    counted = {
+        cell: own["counted"] * np.exp(np.log(own["measured"] / own["counted"]).mean()) for cell, own in points.items()
+    }
     lengths = sorted({length for own in points.values() for length in own["length"]})
-    ends, ticks = _decades([value for own in points.values() for value in own["measured"]])
+    seen = pd.concat([*(own["measured"] for own in points.values()), *counted.values()]).dropna()
+    ends, ticks = _decades(list(seen))
     figure.update_xaxes(type="log", tickvals=lengths, ticktext=[f"{length:,}" for length in lengths])
     figure.update_xaxes(range=(math.log10(lengths[0]) - 0.05, math.log10(lengths[-1]) + 0.12))
     # The title says ms already; bytes need their prefix.
@@ -178,10 +183,8 @@ def growth(points: Mapping[str, pd.DataFrame], title: str, name: str, styles: Ma
         look = _look(styles[cell], cell)
         hover = f"<b>{_escape(cell)}</b><br>%{{x:,}} tokens: %{{y:.4g}}<extra></extra>"
         figure.add_scatter(x=own["length"], y=own["measured"], mode="lines+markers", **look, hovertemplate=hover)
-        # Only the slopes compare: the units differ.
-        moved = own["counted"] * np.exp(np.log(own["measured"] / own["counted"]).mean())
-        dotted = {"color": styles[cell].colour, "dash": "dot"}
-        figure.add_scatter(x=own["length"], y=moved, mode="lines", line=dotted, legendgroup=cell, hoverinfo="skip")
+        dotted = {"mode": "lines", "line": {"color": styles[cell].colour, "dash": "dot"}, "hoverinfo": "skip"}
+        figure.add_scatter(x=own["length"], y=counted[cell], legendgroup=cell, **dotted)
     last = {cell: (own["length"].iloc[-1], own["measured"].iloc[-1]) for cell, own in points.items()}
     _names(figure, last, styles)
     return figure

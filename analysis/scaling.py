@@ -146,8 +146,8 @@ def warnings(records: Records) -> list[str]:
     if not busy >= SHARED_CORES:
         return []
     return [
-        f"Shared machine: others kept up to {busy:.1f} cores busy. Times on the wall, and tokens a second, are those of "
-        "this machine under that load. On a CPU, growth is fitted to CPU time."
+        f"Shared machine: others kept up to {busy:.1f} cores busy. Times on the wall, and tokens a second, hold under "
+        "that load alone. On a CPU, growth is fitted to CPU time."
     ]
 
 

@@ -106,7 +106,8 @@ def test_the_page_is_self_contained_and_names_what_is_missing_and_shared(bench, 
     bench(shared=0.7, activation=50)
     folder = bench("linear")
     about = {"task": "bench", "length": 512}
-    write("window", status="FAILED", reason="MemoryError: no <room>\nmore", accuracy={}, curve={}, costs={}, params=about)
+    why = "MemoryError: no <room>\nmore"
+    write("window", status="FAILED", reason=why, accuracy={}, curve={}, costs={}, params=about)
     assert scaling.main([str(folder)]) == 0
     out, _ = capsys.readouterr()
     page = (folder / "scaling.html").read_text()

@@ -94,7 +94,8 @@ def test_every_command_runs(tmp_path):
         done = subprocess.run(called, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         printed[words[1]] = done.stdout
-    assert set(printed) == {"mixers.check", "experiments.show", "experiments.bench", "experiments.train", "analysis.report"}
+    assert list(printed) == [
+        "mixers.check", "experiments.show", "experiments.bench", "experiments.train", "analysis.report"]
     assert " 0 FAIL" in printed["mixers.check"]
     assert re.search(r"^fading +32 ", printed["experiments.bench"], re.MULTILINE)
     assert re.search(r"^fading +decoded token +2 ", printed["experiments.bench"], re.MULTILINE)
