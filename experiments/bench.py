@@ -72,9 +72,8 @@ class Job:
 
     def open(self, folder: Path) -> None:
         """Start the record. A cell whose options are wrong ends here."""
-        self.folder = folder / self.key
         database = Path(self.tree["runs"]) / "mlflow.db" if self.tree["mlflow"] else None
-        self._tracker = Tracker(self.folder, self._description(folder.name), database)
+        self._tracker = Tracker(folder / self.key, self._description(folder.name), database)
         if self.refused:
             raise self.refused
 
@@ -100,10 +99,11 @@ class Job:
         self._end(Result(self.label, self.length, self.cell.flops, values))
 
     def fail(self, reason: str, trace: str) -> None:
-        """This cell has no numbers; the record says why."""
+        """This cell has no numbers; the record says why, where there is one."""
         if self._tracker:
             self._tracker.finish("FAILED", reason, trace)
-        self._end(Result(self.label, self.length, reason=f"{reason} (log: {self.folder / 'log.txt'})"))
+            reason = f"{reason} (log: {self._tracker.folder / 'log.txt'})"
+        self._end(Result(self.label, self.length, reason=reason))
 
     def close(self) -> None:
         if self._worker:
@@ -153,7 +153,7 @@ def _attempt(job: Job, action: Callable[[], None]) -> None:
 
 
 def _side_by_side(jobs: Sequence[Job], folder: Path) -> None:
-    """The cells of one length: made ready one after the other, then measured in turns under the same conditions."""
+    """Made ready one after the other, then measured in turns: what happens to the machine happens to all of them."""
     try:
         for job in jobs:
             _attempt(job, lambda job=job: job.open(folder))
@@ -174,6 +174,7 @@ def _side_by_side(jobs: Sequence[Job], folder: Path) -> None:
 
 
 def _measure(jobs: Sequence[Job], folder: Path) -> None:
+    """The cells of one length after those of another; what was refused comes first."""
     by_length: dict[Any, list[Job]] = {}
     # Short ones first: what is wrong with a stack shows early.
     for job in sorted(jobs, key=lambda job: job.cell.settings.length if job.cell else 0):

@@ -21,7 +21,7 @@ from kernels import backend
 
 # Tokens of the step that loads libraries, before memory is looked at.
 _SHORT = 16
-# A decoding reads at most so many tokens, and a sixteenth of the context: longer, it would be at another context.
+# Tokens of one reading of decoding, at most, and at most a sixteenth of the context, which they lengthen.
 _DECODED = 32
 
 
@@ -100,6 +100,7 @@ class Session:
         """Forward and backward. Without the optimiser: what it takes depends on the parameters, not on the length."""
         tokens = self.tokens if tokens is None else tokens
         self.model.zero_grad()
+        # Random tokens are their own labels: only the shapes matter.
         with self._autocast():
             logits = self.model(tokens)
             loss = F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
