@@ -163,12 +163,10 @@ class Plan:
     @cached_property
     def config(self) -> dict[str, Any]:
         """The semantic config in plain containers: all that decides the result; defaults in, unused mixers out."""
-        mixers = {name: _filled(name, options) for name, options in self.skeleton.used.items()}
-        model = defaults(LanguageModel) | self.settings.model | {"n_layers": len(self.layers), "mixers": mixers}
         trainer = asdict(self.trainer)
         return plain({
             "seed": self.settings.seed,
-            "model": model,
+            "model": model_config(self.settings.model, self.skeleton),
             "task": defaults(type(self.task)) | self.settings.task,
             "optimizer": asdict(self.optimizer) | {"name": self.settings.optimizer["name"]},
             "trainer": {"steps": self.steps} | {name: trainer[name] for name in _SEMANTIC},
@@ -203,11 +201,7 @@ def plan(tree: Mapping[str, Any]) -> Plan:
     Raises:
         ValueError: anything wrong in it; names the option, what it got and what is allowed.
     """
-    try:
-        tree = OmegaConf.to_container(OmegaConf.create(dict(tree)), resolve=True)
-    except OmegaConfBaseException as error:
-        raise ValueError(f"{error.full_key or 'config'}: {str(error).splitlines()[0]}") from None
-    settings = call(Settings, tree, "config")
+    settings = call(Settings, resolved(tree), "config")
     task = _build("task", settings.task, tasks.get)
     budget = call(matching.Budget, settings.match, "match")
     with torch.device("meta"):
@@ -219,6 +213,18 @@ def plan(tree: Mapping[str, Any]) -> Plan:
     return Plan(settings, task, optimizer, trainer, skeleton, matched)
 
 
+def resolved(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A composed config in plain containers, its ${references} replaced by what they name.
+
+    Raises:
+        ValueError: a reference that leads nowhere.
+    """
+    try:
+        return OmegaConf.to_container(OmegaConf.create(dict(tree)), resolve=True)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{error.full_key or 'config'}: {str(error).splitlines()[0]}") from None
+
+
 def _build(what: str, options: Mapping[str, Any], get: Any) -> Any:
     """The object that a node `{name: ..., option: value}` describes."""
     if "name" not in options:
@@ -228,6 +234,12 @@ def _build(what: str, options: Mapping[str, Any], get: Any) -> Any:
 
 def _model(options: Mapping[str, Any], task: Task) -> LanguageModel:
     return call(LanguageModel, options, "model", vocabulary=task.vocabulary)
+
+
+def model_config(options: Mapping[str, Any], model: LanguageModel) -> dict[str, Any]:
+    """All options of a model that was built from some: defaults in, unused mixers out."""
+    mixers = {name: _filled(name, chosen) for name, chosen in model.used.items()}
+    return defaults(LanguageModel) | dict(options) | {"n_layers": len(model.stack.layers), "mixers": mixers}
 
 
 def _filled(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
