@@ -25,11 +25,11 @@ from kernels import backend
 M = TypeVar("M", bound=nn.Module)
 
 
-def saved_bytes(model: LanguageModel, length: int) -> tuple[int, ...]:
+def saved_bytes(model: LanguageModel, length: int) -> tuple[int | None, ...]:
     """Bytes a part, for one sequence of `length` in the dtype of the model: the embedding, every layer, the head.
 
     The head has the last norm and the cross-entropy of every token with it. Parameters are not counted; what a part
-    reads counts as its own. Equal layers are run once.
+    reads counts as its own. Equal layers are run once. None for a layer that cannot run without values.
     """
     # The caller may build on meta by default, where attention takes another path than on the CPU.
     with torch.device("cpu"), FakeTensorMode(), backend.using("portable"):
@@ -43,11 +43,19 @@ def saved_bytes(model: LanguageModel, length: int) -> tuple[int, ...]:
         def head() -> Tensor:
             return cross_entropy(ghost.logits(ghost.stack.norm(x)).flatten(0, 1), tokens.flatten())
 
-        counted: dict[Layer, int] = {}
+        counted: dict[Layer, int | None] = {}
         for layer, block in zip(ghost.stack.layers, ghost.stack.blocks, strict=True):
             if layer not in counted:
-                counted[layer] = kept(ghost, partial(block, x))
+                counted[layer] = _layer(ghost, partial(block, x))
         return (kept(ghost, embedding), *(counted[layer] for layer in ghost.stack.layers), kept(ghost, head))
+
+
+def _layer(model: LanguageModel, forward: Callable[[], object]) -> int | None:
+    """What autograd keeps of a layer. Whatever a mixer does that needs values ends in an error of another kind."""
+    try:
+        return kept(model, forward)
+    except Exception:
+        return None
 
 
 def kept(module: nn.Module, forward: Callable[[], object]) -> int:

@@ -135,14 +135,15 @@ class Cost:
         return sum(part.score_bytes for part in self.parts)
 
     @cached_property
-    def activations(self) -> tuple[int, ...]:
-        """Bytes a part that autograd keeps of a training row, see `arch.activations`."""
+    def activations(self) -> tuple[int | None, ...]:
+        """Bytes a part that autograd keeps of a training row, see `arch.activations`; None where it cannot be known."""
         return saved_bytes(self._model, self.length)
 
     @property
-    def activation_bytes(self) -> int:
+    def activation_bytes(self) -> int | None:
         """The same of the whole model."""
-        return sum(self.activations)
+        known = [kept for kept in self.activations if kept is not None]
+        return sum(known) if len(known) == len(self.parts) else None
 
     @property
     def decode(self) -> str:

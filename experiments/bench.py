@@ -95,6 +95,9 @@ class Job:
         values = metrics(self.cell, self._rounds, peak) | {"measured/shared_cores": shared}
         if self._memory is not None:
             values["measured/peak_memory_bytes"] = float(self._memory)
+        kept = self._worker.ask("activation_bytes")
+        if kept is not None:
+            values[f"complexity/activation_bytes_at_{self.length}"] = float(kept)
         self._tracker.log(0, 0, values | dict(self.cell.counted))
         self._tracker.finish("FINISHED")
         self._end(Result(self.label, self.length, self.cell.flops, values))

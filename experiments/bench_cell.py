@@ -95,9 +95,7 @@ def plan(tree: Mapping[str, Any]) -> Cell:
     semantic |= {"device": settings.device, "model": config.model_config(settings.model, skeleton)}
     label = config.label(settings.stack, settings.model["layout"])
     counted = cost.measure(skeleton, settings.length)
-    figures = counted.metrics()
-    figures[f"complexity/activation_bytes_at_{settings.length}"] = float(counted.activation_bytes)
-    return Cell(settings, label, config.plain(semantic), _flops(counted, settings.batch_size), figures)
+    return Cell(settings, label, config.plain(semantic), _flops(counted, settings.batch_size), counted.metrics())
 
 
 def _flops(counted: cost.Cost, batch: int) -> dict[str, float]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from arch import cost
 from experiments.bench_cell import DECODE, PREFILL, TRAIN, Cell
 from experiments.measure import PeakMemory
 from experiments.timing import Load, Reading, calls_needed, now, peak_flops, read
@@ -68,6 +69,10 @@ class Session:
     def peak(self) -> float:
         """FLOPs in a second of the fastest matrix product so far."""
         return self._peak
+
+    def activation_bytes(self) -> int | None:
+        """As counted, of one row. Here, since it runs the mixers' own code, which may end the process."""
+        return cost.measure(self.model, self.cell.settings.length).activation_bytes
 
     def shared_cores(self) -> float:
         """Cores that others kept busy while times were read."""

@@ -330,3 +330,20 @@ def test_parts_of_a_bidirectional_model_have_no_state():
     parts = measure(model, 9).parts
     assert {part.state_bytes for part in parts} == {part.decode_flops_per_token for part in parts} == {None}
     assert all(part.flops_per_token_forward > 0 for part in parts[1:])
+
+
+def test_a_mixer_that_looks_at_values_has_no_activation_bytes(monkeypatch):
+    class Looks(registry.get("mha")):
+        def __init__(self, d_model: int):
+            super().__init__(d_model, n_heads=1)
+
+        def mix(self, x, past, documents, memory=None):
+            if not x.is_meta and float(x.detach().sum()) > 1e9:
+                raise ValueError("too large")
+            return super().mix(x, past, documents, memory)
+
+    monkeypatch.setitem(registry._classes, "looks", Looks)
+    cost = measure(LanguageModel("mha + looks", vocabulary=32, d_model=8, mlp="none"), 8)
+    embedding, first, second, head = cost.activations
+    assert None not in (embedding, first, head) and second is None
+    assert cost.activation_bytes is None and cost.flops_per_token_forward > 0

@@ -58,7 +58,8 @@ class FakeWorker:
             raise self.broken[place]
         ms = self.cell.settings.length / 1000
         readings = {TRAIN: Reading(2 * ms, ms), PREFILL: Reading(ms, ms), DECODE: Reading(ms, ms)}
-        return {"prepare": 1000 * self.cell.settings.length, "round": readings, "peak": 1e12, "shared_cores": 0.0}[name]
+        return {"prepare": 1000 * self.cell.settings.length, "round": readings, "peak": 1e12, "shared_cores": 0.0,
+                "activation_bytes": 500 * self.cell.settings.length}[name]
 
     def close(self):
         pass
