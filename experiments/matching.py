@@ -117,6 +117,7 @@ def _count(model: LanguageModel, metric: str, length: int) -> float:
     figure = cost.measure(model, int(own[1]) if own else length).figure(metric)
     if figure is None:
         why = "a mixer sees later tokens" if not model.causal else "a mixer extends by running everything again"
+        why = "a mixer cannot run without values" if metric.startswith("activation") else why
         stack = layout.describe(model.stack.layers)
         raise NoFigure(f"match.metric={metric}: the layout {stack} has no such figure: {why}")
     return figure

@@ -69,7 +69,7 @@ def table(plan: config.Plan) -> dict[str, Any]:
     }
 
 
-def _part(part: Part, kept: int, later: dict[int, Part]) -> dict[str, Any]:
+def _part(part: Part, kept: int | None, later: dict[int, Part]) -> dict[str, Any]:
     """One part, in training and decoding later.
 
     Args:
