@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import socket
@@ -269,18 +270,15 @@ def test_a_finished_run_of_this_code_is_run_again_only_when_always(command_line,
     assert ("FINISHED" in out) == again and "other code" not in out
 
 
-def test_the_code_of_a_run_is_ours_and_that_of_its_mixers(tmp_path):
-    file = tmp_path / "mine.py"
+def test_the_code_of_a_run_is_ours_and_that_of_its_mixers(tmp_path, monkeypatch):
+    file = tmp_path / "one_mixer.py"
     file.write_text("class Mine:\n    pass\n")
-    sys.path.insert(0, str(tmp_path))
-    try:
-        from mine import Mine
-    finally:
-        sys.path.remove(str(tmp_path))
-    before = environment.code(Mine)
-    assert before == environment.code(Mine) != environment.code()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    mine = importlib.import_module("one_mixer").Mine
+    before = environment.code(mine)
+    assert before == environment.code(mine) != environment.code()
     file.write_text("class Mine:\n    changed = 1\n")
-    assert environment.code(Mine) != before
+    assert environment.code(mine) != before
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"status": 1, "typo": 2}'])
