@@ -64,6 +64,11 @@ def launch(kernel: Any, programs: int, *arguments: Any, warps: int = 4, stages: 
         kernel[(programs,)](*arguments, **constants, num_warps=warps, num_stages=stages)
 
 
+def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Contiguous memory for a kernel to fill, of like's device and, by default, dtype."""
+    return like.new_empty(shape, dtype=dtype or like.dtype)
+
+
 def processors(like: Tensor) -> int:
     """Multiprocessors of the tensor's device."""
     if like.device.type != "cuda":

@@ -132,7 +132,7 @@ def dq_kernel(
         b_v = load_tile(p_v + far * stride_vt, m_s, o_v, V_WIDTH, V_PADDED, True)
         distance = q_position - position(p_k_positions, o_j, m_s, 0)[None, :]
         b_dots = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-        b_score, b_tanh = score(b_dots, distance, b_slope, inner, outer, Slopes is not None)
+        b_score, b_growth = score(b_dots, distance, b_slope, inner, outer, Slopes is not None)
         k_document = document(p_k_documents, o_j, m_s)[None, :]
         m_seen = visible(
             distance, m_s[None, :], q_document, k_document, window, CAUSAL,
@@ -143,7 +143,7 @@ def dq_kernel(
         if DSlopes is not None:
             b_dslope -= tl.sum(b_ds * tl.abs(distance).to(tl.float32), 1)
         if outer is not None:
-            b_ds = b_ds * (1.0 - b_tanh * b_tanh)
+            b_ds = b_ds * b_growth
         b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
     m_tile = m_t[:, None] & (o_k[None, :] < K_WIDTH)
     tl.store(DQ + row[:, None] * K_WIDTH + o_k[None, :], (b_dq * scale).to(DQ.dtype.element_ty), mask=m_tile)
@@ -243,7 +243,7 @@ def dkv_kernel(
             b_delta = tl.load(Delta + row, mask=m_t, other=0.0)[None, :]
             distance = position(p_q_positions, o_i, m_t, S - T)[None, :] - k_position
             b_dots = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
-            b_score, b_tanh = score(b_dots, distance, b_slope, inner, outer, Slopes is not None)
+            b_score, b_growth = score(b_dots, distance, b_slope, inner, outer, Slopes is not None)
             q_document = document(p_q_documents, o_i, m_t)[None, :]
             m_seen = visible(
                 distance, m_t[None, :], q_document, k_document, window, CAUSAL,
@@ -253,7 +253,7 @@ def dkv_kernel(
             b_dv = tl.dot(b_weight.to(b_dy.dtype), b_dy, b_dv, input_precision=PRECISION)
             b_ds = b_weight * (tl.dot(b_v, tl.trans(b_dy), input_precision=PRECISION) - b_delta)
             if outer is not None:
-                b_ds = b_ds * (1.0 - b_tanh * b_tanh)
+                b_ds = b_ds * b_growth
             b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
     row = (i_b * S + o_j) * groups + i_g
     m_tile = m_s[:, None] & (o_k[None, :] < K_WIDTH)

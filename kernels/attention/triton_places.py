@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention.triton_tile import extent_kernel
-from kernels.triton_launch import launch, padded
+from kernels.triton_launch import empty, launch, padded
 
 # Beyond it a position counts as this one, so that differences fit into 32 bits.
 FARTHEST = 2**30
@@ -50,7 +50,7 @@ def extents(
     if not (rows.given or cols.given):
         return None
     batch, blocks = like.shape[0], -(-rows.length * group // block)
-    found = torch.empty(batch, blocks, 2, dtype=torch.int32, device=like.device)
+    found = empty(like, batch, blocks, 2, dtype=torch.int32)
     launch(
         extent_kernel, batch * blocks, rows.positions, rows.documents, cols.positions, cols.documents, found,
         rows.length, cols.length, rows.shift, cols.shift, window, blocks,

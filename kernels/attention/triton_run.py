@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from kernels.attention import triton_tiles as tiling
 from kernels.attention.triton_backward import delta_kernel, dkv_kernel, dq_kernel
 from kernels.attention.triton_forward import combine_kernel, forward_kernel
 from kernels.attention.triton_places import FARTHEST, Side, extents
-from kernels.triton_launch import dot_precision, launch, padded
+from kernels.triton_launch import dot_precision, empty, launch, padded
 
 # Rows that the kernels without tiles of keys take at once.
 _ROWS = 8
@@ -79,6 +81,11 @@ class Call:
         return self.q.dtype == torch.float32
 
     @property
+    def busy(self) -> bool:
+        """Do options take registers too?"""
+        return self.queries.given or self.keys.given or self.slopes is not None or self.softcap is not None
+
+    @property
     def places(self) -> tuple[Tensor | None, ...]:
         """Positions and documents in the order of the kernels."""
         return self.queries.positions, self.keys.positions, self.queries.documents, self.keys.documents
@@ -123,11 +130,11 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     """y [B, T, H, V] of q's dtype and its log-sum-exp [B, T, H] fp32."""
     batch, time, heads = call.q.shape[:3]
     group, tiles, splits = _division(call)
-    y = call.q.new_empty(batch, time, heads, call.v.shape[3])
-    lse = call.q.new_empty(batch, time, heads, dtype=torch.float32)
+    y = empty(call.q, batch, time, heads, call.v.shape[3])
+    lse = empty(call.q, batch, time, heads, dtype=torch.float32)
     parts = (y, lse)
     if splits > 1:
-        parts = (y.new_empty(splits, *y.shape, dtype=torch.float32), lse.new_empty(splits, *lse.shape))
+        parts = (empty(lse, splits, *y.shape), empty(lse, splits, *lse.shape))
     blocks = -(-time * group // tiles.queries)
     launch(
         forward_kernel, splits * blocks * batch * heads // group, call.q, call.k, call.v, *parts, call.slopes,
@@ -150,8 +157,7 @@ def _division(call: Call) -> tuple[int, tiling.Tiles, int]:
         tiles = tiling.decode_tiles(rows, call.width, call.wide_type)
         programs = call.q.shape[0] * call.k.shape[2]
         return call.share, tiles, tiling.splits(call.q, programs, call.keys.length, tiles.keys)
-    busy = call.queries.given or call.keys.given or call.slopes is not None or call.softcap is not None
-    return 1, tiling.forward_tiles(call.width, call.wide_type, busy), 1
+    return 1, tiling.forward_tiles(call.width, call.wide_type, call.busy), 1
 
 
 def backward(
@@ -159,12 +165,12 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of q, k, v, slopes and sinks, the last two fp32 and None where not wanted."""
     dy, dlse = dy.contiguous(), dlse if dlse is None else dlse.to(torch.float32).contiguous()
-    delta = torch.empty_like(lse)
+    delta = empty(lse, *lse.shape)
     launch(
         delta_kernel, -(-lse.numel() // _ROWS), y, dy, dlse, delta, lse.numel(),
         V_WIDTH=y.shape[3], V_PADDED=padded(y.shape[3]), BLOCK=_ROWS,
     )  # fmt: skip
-    slopes = torch.empty_like(lse) if slopes_gradient else None
+    slopes = empty(lse, *lse.shape) if slopes_gradient else None
     dq = _dq(call, dy, lse, delta, slopes)
     dk, dv = _dkv(call, dy, lse, delta)
     # A sink takes part with weight exp(sink - lse) and gives the value 0.
@@ -173,9 +179,9 @@ def backward(
 
 
 def _dq(call: Call, dy: Tensor, lse: Tensor, delta: Tensor, slopes: Tensor | None) -> Tensor:
-    dq = torch.empty_like(call.q, memory_format=torch.contiguous_format)
+    dq = empty(call.q, *call.q.shape)
     batch, time, heads = call.q.shape[:3]
-    tiles = tiling.dq_tiles(call.width, call.wide_type)
+    tiles = tiling.dq_tiles(call.width, call.wide_type, call.busy)
     launch(
         dq_kernel, -(-time // tiles.queries) * batch * heads, call.q, call.k, call.v, dy, lse, delta, dq, slopes,
         call.slopes, *call.places, call.key_extents(tiles.queries), *call.strides, time, call.keys.length, heads,
@@ -185,7 +191,7 @@ def _dq(call: Call, dy: Tensor, lse: Tensor, delta: Tensor, slopes: Tensor | Non
 
 
 def _dkv(call: Call, dy: Tensor, lse: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (call.k, call.v))
+    dk, dv = (empty(t, *t.shape) for t in (call.k, call.v))
     batch, keys, groups = call.k.shape[:3]
     tiles = tiling.dkv_tiles(call.width, call.wide_type)
     launch(
@@ -198,15 +204,14 @@ def _dkv(call: Call, dy: Tensor, lse: Tensor, delta: Tensor) -> tuple[Tensor, Te
 
 def examples() -> Iterator[tuple[str, Callable[[], Any]]]:
     """Calls whose kernels `kernels.triton_aot` compiles: the sizes of a real layer, plain and with every option."""
-    for kind in (torch.bfloat16, torch.float16):
-        for width in (64, 128):
-            name = f"{str(kind).removeprefix('torch.')} D {width}"
-            yield name, lambda kind=kind, width=width: _example(kind, width, 4096)
-            yield f"{name} decode", lambda kind=kind, width=width: _example(kind, width, 1, gradient=False)
-            yield f"{name} window", lambda kind=kind, width=width: _example(kind, width, 4096, window=1024)
+    for kind, width in product((torch.bfloat16, torch.float16, torch.float32), (64, 128, 256)):
+        label = f"{str(kind).removeprefix('torch.')} D {width}"
+        yield label, partial(_example, kind, width, 4096)
+        yield f"{label} decode", partial(_example, kind, width, 1)
     for width in (64, 128):
-        yield f"bfloat16 D {width} all options", lambda width=width: _example(
-            torch.bfloat16, width, 4096, window=1024, softcap=20.0, rest=True
+        yield f"bfloat16 D {width} window", partial(_example, torch.bfloat16, width, 4096, window=1024)
+        yield f"bfloat16 D {width} all options", partial(
+            _example, torch.bfloat16, width, 4096, window=1024, softcap=20.0, rest=True
         )
 
 
@@ -218,13 +223,13 @@ def _example(
     window: int | None = None,
     softcap: float | None = None,
     rest: bool = False,
-    gradient: bool = True,
 ) -> None:
+    """A layer of 16 query and 4 key heads; one query over a cache has no gradient."""
     like = torch.empty(0, dtype=kind, device="meta")
     q, k = like.new_empty(2, time, 16, width), like.new_empty(2, 4096, 4, width)
     heads = like.new_empty(16) if rest else None
     ids = [torch.empty(2, t.shape[1], dtype=torch.int32, device="meta") if rest else None for t in (q, k)]
     call = Call.of(q, k, k, heads, heads, *ids, *ids, True, window, 0.1, softcap)
     y, lse = forward(call)
-    if gradient:
+    if time > 1:
         backward(call, y, lse, y, lse if rest else None, rest)

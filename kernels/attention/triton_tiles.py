@@ -5,10 +5,11 @@ What each choice costs in registers and shared memory is in docs/kernels_gpu.md 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from torch import Tensor
 
 from kernels.triton_launch import padded, processors
-from torch import Tensor
 
 # Rows of queries (heads of a group folded in) up to which keys are split between programs.
 DECODE_ROWS = 64
@@ -37,9 +38,8 @@ _DKV_WIDE = {64: Tiles(32, 32, 4, 2), 128: Tiles(16, 32, 8, 2), 256: Tiles(16, 1
 
 
 def forward_tiles(width: int, wide_type: bool, busy: bool) -> Tiles:
-    """`busy`: positions, documents, slopes or a cap take registers too."""
-    tiles = _for(_FORWARD_WIDE if wide_type else _FORWARD, width)
-    return Tiles(tiles.queries, tiles.keys, 8, tiles.stages) if busy else tiles
+    """Of the forward kernel; `busy`: options take registers too."""
+    return _for(_FORWARD_WIDE if wide_type else _FORWARD, width, busy)
 
 
 def decode_tiles(rows: int, width: int, wide_type: bool) -> Tiles:
@@ -48,9 +48,9 @@ def decode_tiles(rows: int, width: int, wide_type: bool) -> Tiles:
     return Tiles(padded(rows), keys, 4, 3)
 
 
-def dq_tiles(width: int, wide_type: bool) -> Tiles:
+def dq_tiles(width: int, wide_type: bool, busy: bool) -> Tiles:
     """Of the kernel that keeps queries."""
-    return _for(_DQ_WIDE if wide_type else _DQ, width)
+    return _for(_DQ_WIDE if wide_type else _DQ, width, busy)
 
 
 def dkv_tiles(width: int, wide_type: bool) -> Tiles:
@@ -58,8 +58,9 @@ def dkv_tiles(width: int, wide_type: bool) -> Tiles:
     return _for(_DKV_WIDE if wide_type else _DKV, width)
 
 
-def _for(table: dict[int, Tiles], width: int) -> Tiles:
-    return next(tiles for limit, tiles in table.items() if width <= limit)
+def _for(table: dict[int, Tiles], width: int, busy: bool = False) -> Tiles:
+    tiles = next(tiles for limit, tiles in table.items() if width <= limit)
+    return replace(tiles, warps=8) if busy else tiles
 
 
 def splits(like: Tensor, programs: int, keys: int, block: int) -> int:
