@@ -203,16 +203,20 @@ def _dkv(call: Call, dy: Tensor, lse: Tensor, delta: Tensor) -> tuple[Tensor, Te
 
 
 def examples() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Calls whose kernels `kernels.triton_aot` compiles: the sizes of a real layer, plain and with every option."""
-    for kind, width in product((torch.bfloat16, torch.float16, torch.float32), (64, 128, 256)):
-        label = f"{str(kind).removeprefix('torch.')} D {width}"
-        yield label, partial(_example, kind, width, 4096)
-        yield f"{label} decode", partial(_example, kind, width, 1)
+    """Calls whose kernels `kernels.triton_aot` compiles."""
+    for kind, width in product((torch.bfloat16, torch.float16), (64, 128)):
+        yield _label(kind, width), partial(_example, kind, width, 4096)
+        yield f"{_label(kind, width)}, decode", partial(_example, kind, width, 1)
+    every = dict(window=1024, softcap=20.0, rest=True)
     for width in (64, 128):
-        yield f"bfloat16 D {width} window", partial(_example, torch.bfloat16, width, 4096, window=1024)
-        yield f"bfloat16 D {width} all options", partial(
-            _example, torch.bfloat16, width, 4096, window=1024, softcap=20.0, rest=True
-        )
+        yield f"{_label(torch.bfloat16, width)}, window", partial(_example, torch.bfloat16, width, 4096, window=1024)
+        yield f"{_label(torch.bfloat16, width)}, all options", partial(_example, torch.bfloat16, width, 4096, **every)
+    for kind, width in ((torch.float32, 64), (torch.float32, 128), (torch.float32, 256), (torch.bfloat16, 256)):
+        yield _label(kind, width), partial(_example, kind, width, 4096)
+
+
+def _label(kind: torch.dtype, width: int) -> str:
+    return f"{str(kind).removeprefix('torch.')}, D {width}"
 
 
 def _example(

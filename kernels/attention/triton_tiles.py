@@ -30,11 +30,11 @@ class Tiles:
 
 # Head dim up to -> tiles, for 16-bit types and for fp32, which takes twice the memory.
 _FORWARD = {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(64, 32, 8, 2)}
-_FORWARD_WIDE = {64: Tiles(64, 32, 4, 2), 128: Tiles(64, 32, 8, 2), 256: Tiles(32, 16, 8, 2)}
+_FORWARD_WIDE = {64: Tiles(64, 16, 4, 2), 128: Tiles(32, 16, 8, 2), 256: Tiles(16, 16, 8, 1)}
 _DQ = {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 8, 2), 256: Tiles(32, 32, 8, 2)}
-_DQ_WIDE = {64: Tiles(64, 32, 8, 2), 128: Tiles(32, 32, 8, 2), 256: Tiles(16, 16, 8, 1)}
+_DQ_WIDE = {64: Tiles(32, 32, 8, 2), 128: Tiles(16, 32, 8, 2), 256: Tiles(16, 16, 8, 1)}
 _DKV = {64: Tiles(32, 64, 4, 3), 128: Tiles(32, 64, 8, 2), 256: Tiles(32, 32, 8, 1)}
-_DKV_WIDE = {64: Tiles(32, 32, 4, 2), 128: Tiles(16, 32, 8, 2), 256: Tiles(16, 16, 8, 1)}
+_DKV_WIDE = {64: Tiles(32, 32, 8, 2), 128: Tiles(32, 16, 8, 2), 256: Tiles(16, 16, 8, 1)}
 
 
 def forward_tiles(width: int, wide_type: bool, busy: bool) -> Tiles:

@@ -15,9 +15,8 @@ import torch
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from kernels import backend
-from kernels.attention import dispatch, reference, triton_places, triton_run, triton_tiles
+from kernels.attention import reference
 from kernels.attention.op import attention
-from kernels.triton_launch import INTERPRETED, recording
 
 
 def _load(name):
@@ -29,39 +28,7 @@ def _load(name):
 
 covering = _load("covering").covering
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FENCE = 64
-
-
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch):
-    """Tiles of 32, so that short inputs have several, and splits of one tile: the interpreter is slow."""
-    if INTERPRETED:
-        tiles = triton_tiles.Tiles(32, 32, 4, 1)
-        monkeypatch.setattr(triton_tiles, "forward_tiles", lambda *_: tiles)
-        monkeypatch.setattr(triton_tiles, "dq_tiles", lambda *_: tiles)
-        monkeypatch.setattr(triton_tiles, "dkv_tiles", lambda *_: tiles)
-    monkeypatch.setattr(triton_tiles, "SPLIT_TILES", 1)
-
-
-@pytest.fixture(autouse=True)
-def fences(monkeypatch):
-    """Outputs are full of NaN before and fenced by it: what is not written shows, and so does what is written outside."""
-    fenced = []
-
-    def empty(like, *shape, dtype=None):
-        dtype = dtype or like.dtype
-        odd = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min
-        count = torch.Size(shape).numel()
-        memory = torch.full((count + 2 * FENCE,), odd, dtype=dtype, device=like.device)
-        fenced.append(memory)
-        return memory[FENCE : FENCE + count].view(shape)
-
-    monkeypatch.setattr(triton_run, "empty", empty)
-    monkeypatch.setattr(triton_places, "empty", empty)
-    yield
-    for memory in fenced:
-        for fence in (memory[:FENCE], memory[-FENCE:]):
-            assert (fence.isnan() if fence.is_floating_point() else fence == torch.iinfo(fence.dtype).min).all()
+pytestmark = pytest.mark.usefixtures("small_tiles", "fences")
 
 
 def surrounded(t):
@@ -160,7 +127,7 @@ def results(case, inputs, precision, implementation):
 def magnitudes(case, inputs):
     """What the gradients sum with every term positive: roundings are relative to that, also where terms cancel.
 
-    A term is p (dy v); p itself comes from an exponent, the score less the log-sum-exp, rounded in fp32.
+    A term is p |dy| |v|; p itself comes from an exponent, the score less the log-sum-exp, rounded in fp32.
     """
     q, k, v, slopes, sinks, dy, dlse = (t if t is None else t.detach() for t in inputs)
     (queries, keys), (heads, groups) = case["lengths"], case["heads"]
@@ -174,7 +141,7 @@ def magnitudes(case, inputs):
     exponent = torch.where(lse.isfinite(), lse, 0).abs() * torch.finfo(torch.float32).eps / torch.finfo(case["dtype"]).eps
     weights = weights * (1 + exponent[..., None])
     k, v = (t.repeat_interleave(heads // groups, 2) for t in (k, v))
-    terms = weights * (torch.einsum("bthv,bshv->bths", dy, v).abs() + case["lse"] * dlse.abs()[..., None])
+    terms = weights * (torch.einsum("bthv,bshv->bths", dy.abs(), v.abs()) + case["lse"] * dlse.abs()[..., None])
     scale = case["scale"] or case["widths"][0] ** -0.5
     ends = (where.get("q_positions"), where.get("k_positions"))
     distance = reference.distances(queries, keys, *ends, q.device).abs()

@@ -1,0 +1,45 @@
+"""What tests of Triton kernels share; triton itself is imported by those alone that ask for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+FENCE = 64
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Tiles of 32, so that short inputs have several, and splits of one tile: the interpreter is slow."""
+    from kernels.attention import triton_tiles
+    from kernels.triton_launch import INTERPRETED
+
+    if INTERPRETED:
+        tiles = triton_tiles.Tiles(32, 32, 4, 1)
+        monkeypatch.setattr(triton_tiles, "forward_tiles", lambda *_: tiles)
+        monkeypatch.setattr(triton_tiles, "dq_tiles", lambda *_: tiles)
+        monkeypatch.setattr(triton_tiles, "dkv_tiles", lambda *_: tiles)
+    monkeypatch.setattr(triton_tiles, "SPLIT_TILES", 1)
+
+
+@pytest.fixture
+def fences(monkeypatch):
+    """Outputs are full of NaN before and fenced by it: what is not written shows, and so does what is written outside."""
+    from kernels.attention import triton_places, triton_run
+
+    fenced = []
+
+    def empty(like, *shape, dtype=None):
+        dtype = dtype or like.dtype
+        odd = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min
+        count = torch.Size(shape).numel()
+        memory = torch.full((count + 2 * FENCE,), odd, dtype=dtype, device=like.device)
+        fenced.append(memory)
+        return memory[FENCE : FENCE + count].view(shape)
+
+    monkeypatch.setattr(triton_run, "empty", empty)
+    monkeypatch.setattr(triton_places, "empty", empty)
+    yield
+    for memory in fenced:
+        for fence in (memory[:FENCE], memory[-FENCE:]):
+            assert (fence.isnan() if fence.is_floating_point() else fence == torch.iinfo(fence.dtype).min).all()
