@@ -1,8 +1,8 @@
 """The one rule which implementation of an op runs.
 
 `auto` is Triton for tensors on a GPU, where it has what the call asks for, and portable PyTorch for everything else; an
-explicit choice that an op does not have raises instead of falling back. The setting is process-wide and no part of a run's identity: it must not change
-results.
+explicit choice that an op does not have raises instead of falling back. The setting is process-wide and no part of a
+run's identity: it must not change results.
 """
 
 from __future__ import annotations

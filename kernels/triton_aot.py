@@ -1,8 +1,8 @@
 """What every Triton kernel of this project compiles to, without a GPU: `python -m kernels.triton_aot`.
 
-A module named triton_* in which there are kernels to launch has a function `examples()`, yielding (label, call): the call
-runs on meta-device tensors, the kernels it would launch are recorded with the tile sizes of the real thing, compiled for
-each architecture by the compiler that a GPU would use, and the machine code is read. Not under TRITON_INTERPRET=1.
+A module named triton_* that launches kernels has a function `examples()`, yielding (label, call): the call runs on
+meta-device tensors, the kernels it would launch are recorded with the tile sizes of the real thing, compiled for each
+architecture by the compiler that a GPU would use, and the machine code is read. Not under TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ HEAD = "| kernel | example | sm | warps | stages | registers | stack B | shared 
 
 def row(r: Report) -> str:
     """A line of the table."""
-    cells = (r.kernel.removesuffix("_kernel"), r.label, r.architecture, r.warps, r.stages, r.registers, r.stack, r.shared)
-    return f"| {' | '.join(map(str, cells))} | {r.tensor_cores} | {r.async_copies} |"
+    name, sizes = r.kernel.removesuffix("_kernel"), (r.architecture, r.warps, r.stages, r.registers, r.stack, r.shared)
+    return f"| {name} | {r.label} | {' | '.join(map(str, (*sizes, r.tensor_cores, r.async_copies)))} |"
 
 
 def main(arguments: list[str] | None = None) -> int:

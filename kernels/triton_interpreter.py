@@ -1,9 +1,9 @@
 """bfloat16 made right in Triton's interpreter (TRITON_INTERPRET=1), which runs kernels on a CPU in numpy.
 
-numpy has no bfloat16: the interpreter keeps its bit patterns as integers, multiplies and adds those (seen in triton 3.6
-and 3.9: errors of 1e9) and rounds towards zero. Here every bfloat16 operand is widened to float32 first, and results are
-rounded to nearest even. And every call of a device function replaces triton.language's functions anew: once a launch is
-enough, and twice as fast. Only the interpreter is touched, and nothing where kernels are compiled.
+numpy has no bfloat16: the interpreter keeps its bit patterns as integers, multiplies and adds those (seen in triton
+3.6 and 3.9: errors of 1e9) and rounds towards zero. Here every bfloat16 operand is widened to float32 first, and
+results are rounded to nearest even. And every call of a device function replaces triton.language's functions anew:
+once a launch is enough, and twice as fast. Only the interpreter is touched, nothing where kernels are compiled.
 """
 
 from __future__ import annotations

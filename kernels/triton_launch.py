@@ -1,7 +1,7 @@
 """How this project starts a Triton kernel: on its tensors' device, never on an empty grid, and recordable.
 
-While `recording` is on, launches are noted instead of run; that is how `kernels.triton_aot` learns, on a machine without
-a GPU, what would be compiled on one.
+While `recording` is on, launches are noted instead of run; that is how `kernels.triton_aot` learns, on a machine
+without a GPU, what would be compiled on one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Flash attention, backward: weights are made again from the log-sum-exp; nothing is added atomically.
 
-With p the weights of a row, d its sum of y * dy less the gradient of its log-sum-exp, and a the derivative of the soft
-cap: ds = p (dy v - d) a, dq = scale ds k, dk = scale ds^T q, dv = p^T dy (Dao 2023, arXiv:2307.08691, section 3.1.2). One
+With p the weights of a row, d its sum of y * dy less the gradient of its log-sum-exp, and a the derivative of the cap:
+ds = p (dy v - d) a, dq = scale ds k, dk = scale ds^T q, dv = p^T dy (Dao 2023, arXiv:2307.08691, section 3.1.2). One
 kernel keeps queries and sums over keys, one keeps keys and sums over queries and heads, so the order never changes.
 """
 
@@ -193,7 +193,10 @@ def dkv_kernel(
     BLOCK_S: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dk [B, S, G, K_WIDTH] and dv [B, S, G, V_WIDTH], summed over the `share` heads of a group; tiles are [keys, queries]."""
+    """dk [B, S, G, K_WIDTH] and dv [B, S, G, V_WIDTH], summed over the `share` heads of a group.
+
+    Tiles of pairs are [keys, queries], so that weights enter their products as they are.
+    """
     blocks = tl.cdiv(S, BLOCK_S)
     groups = H // share
     i_block = tl.program_id(0) % blocks

@@ -62,8 +62,9 @@ class Call:
             # A window over everything hides nothing; positions may lie anywhere.
             whole = q_positions is None and window >= queries.length + keys.length
             window = None if whole else min(window, FARTHEST)
-        heads = [t if t is None else t.to(torch.float32).contiguous() for t in (alibi_slopes, sinks)]
-        return cls(*map(_readable, (q, k, v)), *heads, queries, keys, causal, window, scale, softcap)
+        slopes, sinks = (t if t is None else t.to(torch.float32).contiguous() for t in (alibi_slopes, sinks))
+        q, k, v = (_readable(t) for t in (q, k, v))
+        return cls(q, k, v, slopes, sinks, queries, keys, causal, window, scale, softcap)
 
     @property
     def share(self) -> int:
@@ -207,7 +208,7 @@ def examples() -> Iterator[tuple[str, Callable[[], Any]]]:
     for kind, width in product((torch.bfloat16, torch.float16), (64, 128)):
         yield _label(kind, width), partial(_example, kind, width, 4096)
         yield f"{_label(kind, width)}, decode", partial(_example, kind, width, 1)
-    every = dict(window=1024, softcap=20.0, rest=True)
+    every: dict[str, Any] = dict(window=1024, softcap=20.0, rest=True)
     for width in (64, 128):
         yield f"{_label(torch.bfloat16, width)}, window", partial(_example, torch.bfloat16, width, 4096, window=1024)
         yield f"{_label(torch.bfloat16, width)}, all options", partial(_example, torch.bfloat16, width, 4096, **every)
@@ -232,8 +233,8 @@ def _example(
     like = torch.empty(0, dtype=kind, device="meta")
     q, k = like.new_empty(2, time, 16, width), like.new_empty(2, 4096, 4, width)
     heads = like.new_empty(16) if rest else None
-    ids = [torch.empty(2, t.shape[1], dtype=torch.int32, device="meta") if rest else None for t in (q, k)]
-    call = Call.of(q, k, k, heads, heads, *ids, *ids, True, window, 0.1, softcap)
+    of_q, of_k = (torch.empty(2, t.shape[1], dtype=torch.int32, device="meta") if rest else None for t in (q, k))
+    call = Call.of(q, k, k, heads, heads, of_q, of_k, of_q, of_k, True, window, 0.1, softcap)
     y, lse = forward(call)
     if time > 1:
         backward(call, y, lse, y, lse if rest else None, rest)

@@ -22,47 +22,34 @@ def tile_pointers(p_base, o_rows, stride, o_cols):
 @triton.jit
 def load_tile(pointers, m_rows, o_cols, WIDTH: tl.constexpr, PADDED: tl.constexpr, MASK_ROWS: tl.constexpr):
     """A tile with zeros outside of its rows and of its WIDTH columns."""
-    if MASK_ROWS:
-        if WIDTH == PADDED:
-            b_tile = tl.load(pointers, mask=m_rows[:, None], other=0.0)
-        else:
-            b_tile = tl.load(pointers, mask=m_rows[:, None] & (o_cols[None, :] < WIDTH), other=0.0)
+    if WIDTH < PADDED:
+        m_tile = o_cols[None, :] < WIDTH
+        if MASK_ROWS:
+            m_tile = m_tile & m_rows[:, None]
+        b_tile = tl.load(pointers, mask=m_tile, other=0.0)
+    elif MASK_ROWS:
+        b_tile = tl.load(pointers, mask=m_rows[:, None], other=0.0)
     else:
-        if WIDTH == PADDED:
-            b_tile = tl.load(pointers)
-        else:
-            b_tile = tl.load(pointers, mask=o_cols[None, :] < WIDTH, other=0.0)
+        b_tile = tl.load(pointers)
     return b_tile
 
 
 @triton.jit
 def row_of(Pointer, i_b, length):
     """Where row i_b of a [B, length] tensor starts; None stays None."""
-    if Pointer is None:
-        p_row = Pointer
-    else:
-        p_row = Pointer + i_b * length
-    return p_row
+    return None if Pointer is None else Pointer + i_b * length
 
 
 @triton.jit
 def position(p_positions, o_rows, m_rows, shift):
     """Positions of rows: given ones, or the row itself moved by `shift`."""
-    if p_positions is None:
-        b_position = o_rows + shift
-    else:
-        b_position = tl.load(p_positions + o_rows, mask=m_rows, other=0)
-    return b_position
+    return o_rows + shift if p_positions is None else tl.load(p_positions + o_rows, mask=m_rows, other=0)
 
 
 @triton.jit
 def document(p_documents, o_rows, m_rows):
     """Documents of rows; where none are given the value is not used."""
-    if p_documents is None:
-        b_document = o_rows
-    else:
-        b_document = tl.load(p_documents + o_rows, mask=m_rows, other=0)
-    return b_document
+    return o_rows if p_documents is None else tl.load(p_documents + o_rows, mask=m_rows, other=0)
 
 
 @triton.jit

@@ -10,21 +10,18 @@ FENCE = 64
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Tiles of 32, so that short inputs have several, and splits of one tile: the interpreter is slow."""
+    """Tiles of 32 and splits of one tile: short inputs have several, and the interpreter is slow."""
     from kernels.attention import triton_tiles
-    from kernels.triton_launch import INTERPRETED
 
-    if INTERPRETED:
-        tiles = triton_tiles.Tiles(32, 32, 4, 1)
-        monkeypatch.setattr(triton_tiles, "forward_tiles", lambda *_: tiles)
-        monkeypatch.setattr(triton_tiles, "dq_tiles", lambda *_: tiles)
-        monkeypatch.setattr(triton_tiles, "dkv_tiles", lambda *_: tiles)
+    tiles = triton_tiles.Tiles(32, 32, 4, 1)
+    for name in ("forward_tiles", "dq_tiles", "dkv_tiles"):
+        monkeypatch.setattr(triton_tiles, name, lambda *_: tiles)
     monkeypatch.setattr(triton_tiles, "SPLIT_TILES", 1)
 
 
 @pytest.fixture
 def fences(monkeypatch):
-    """Outputs are full of NaN before and fenced by it: what is not written shows, and so does what is written outside."""
+    """Outputs are full of NaN and fenced by it: what is not written shows, and so does what is written outside."""
     from kernels.attention import triton_places, triton_run
 
     fenced = []

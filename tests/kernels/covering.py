@@ -21,7 +21,7 @@ def covering(options: dict[str, list]) -> list[dict[str, Any]]:
         for name in (name for name in options if name not in row):
             row[name] = max(
                 range(len(options[name])),
-                key=lambda i: sum(frozenset([(name, i), chosen]) in missing for chosen in row.items()),  # noqa: B023
+                key=lambda i: sum(frozenset([(name, i), chosen]) in missing for chosen in row.items()),
             )
         missing -= {frozenset(pair) for pair in combinations(row.items(), 2)}
         rows.append({name: options[name][row[name]] for name in options})

@@ -10,6 +10,8 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 from kernels import backend
 from kernels.attention import dispatch
 from kernels.attention.op import attention
+from mixers import registry
+from mixers.base import Packing
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.usefixtures("small_tiles")
@@ -31,6 +33,7 @@ def definition(*arguments, **options):
         return attention(*arguments, **options)
 
 
+@pytest.mark.slow
 def test_operator_is_registered_as_pytorch_wants_it():
     q, k, v = random_qkv(5, 7, grad=True)
     slopes, sinks = (torch.tensor([0.5, 0.25], device=DEVICE, requires_grad=True) for _ in range(2))
@@ -123,6 +126,25 @@ def test_blocks_outside_of_the_range_are_never_loaded(kind):
     dy[:, half + skip :] = 1.0
     for gradient in torch.autograd.grad(y, inputs, dy):
         assert gradient[:, half + skip :].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["gqa", "window"])
+def test_a_mixer_on_the_kernels_packs_and_decodes_as_on_the_portable_path(name):
+    torch.manual_seed(0)
+    mixer = registry.build(name, 32, n_heads=2).to(DEVICE)
+    x = torch.randn(2, 12, 32, device=DEVICE)
+    ids = torch.tensor([[1] * 5 + [2] * 7, [0] * 3 + [1] * 6 + [0] * 3], dtype=torch.int32, device=DEVICE)
+
+    def outputs():
+        packed = mixer(x, Packing(ids))
+        first, state = mixer.extend(x[:, :8], mixer.start(2, x), Packing(ids[:, :8]))
+        second, state = mixer.extend(x[:, 8:9], state, Packing(ids[:, 8:9]))
+        return packed, first, second
+
+    right = outputs()
+    with backend.using("triton"), torch.no_grad():
+        for got, wanted in zip(outputs(), right, strict=True):
+            assert torch.allclose(got, wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize(

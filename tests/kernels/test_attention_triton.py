@@ -7,6 +7,7 @@ rounding of what it sums. All inputs are views into memory full of NaN, all outp
 from __future__ import annotations
 
 import importlib.util
+from itertools import combinations, product
 from pathlib import Path
 
 import pytest
@@ -92,15 +93,13 @@ CASES = [PLAIN, *ALONE, *covering(OPTIONS)]
 
 def test_every_pair_of_options_is_covered():
     rows = covering(OPTIONS)
-    for a in OPTIONS:
-        for b in OPTIONS:
-            if a != b:
-                assert {(str(r[a]), str(r[b])) for r in rows} == {(str(x), str(y)) for x in OPTIONS[a] for y in OPTIONS[b]}
+    for a, b in combinations(OPTIONS, 2):
+        assert {(row[a], row[b]) for row in rows} == set(product(OPTIONS[a], OPTIONS[b]))
     assert rows == covering(OPTIONS)
 
 
 def results(case, inputs, precision, implementation):
-    """y, the finite part of the log-sum-exp, and all gradients, in float64; inputs are rounded to case's dtype first."""
+    """y, the finite part of the log-sum-exp and all gradients, computed in `precision`, given in float64."""
     q, k, v, slopes, sinks, dy, dlse = inputs
     q, k, v = (surrounded(t.to(precision)).requires_grad_() for t in (q, k, v))
     heads = dict(alibi_slopes=slopes, sinks=sinks)
@@ -138,8 +137,8 @@ def magnitudes(case, inputs):
             q, k, identity, causal=case["causal"], window=case["window"], softcap=case["softcap"], scale=case["scale"],
             alibi_slopes=slopes, sinks=sinks, **where, return_lse=True,
         )  # fmt: skip
-    exponent = torch.where(lse.isfinite(), lse, 0).abs() * torch.finfo(torch.float32).eps / torch.finfo(case["dtype"]).eps
-    weights = weights * (1 + exponent[..., None])
+    finer = torch.finfo(torch.float32).eps / torch.finfo(case["dtype"]).eps
+    weights = weights * (1 + finer * torch.where(lse.isfinite(), lse, 0).abs()[..., None])
     k, v = (t.repeat_interleave(heads // groups, 2) for t in (k, v))
     terms = weights * (torch.einsum("bthv,bshv->bths", dy.abs(), v.abs()) + case["lse"] * dlse.abs()[..., None])
     scale = case["scale"] or case["widths"][0] ** -0.5
@@ -156,8 +155,8 @@ def random_inputs(case):
     """q, k, v, slopes, sinks, dy and dlse in float64, whose first three and dy the case's dtype holds exactly."""
     torch.manual_seed(0)
     (queries, keys), (heads, groups), (width, values) = case["lengths"], case["heads"], case["widths"]
-    shapes = ((2, queries, heads, width), (2, keys, groups, width), (2, keys, groups, values), (2, queries, heads, values))
-    q, k, v, dy = (torch.randn(s).to(case["dtype"]).double().to(DEVICE) for s in shapes)
+    shapes = (queries, heads, width), (keys, groups, width), (keys, groups, values), (queries, heads, values)
+    q, k, v, dy = (torch.randn(2, *s).to(case["dtype"]).double().to(DEVICE) for s in shapes)
     slopes = 2.0 ** -torch.arange(1.0, heads + 1) if case["slopes"] else None
     sinks = torch.randn(heads) if case["sinks"] else None
     dlse = torch.randn(2, queries, heads)
