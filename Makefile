@@ -70,8 +70,8 @@ gpu:  ## where a GPU is: test the kernels on it, then measure them into docs/ker
 	for process in $$running; do wait $$process || status=1; done; \
 	$(PYTHON) -m kernels.bench_gpu --write || status=1; exit $$status
 
-aot: $(INSTALLED)  ## compile every Triton kernel for GPUs that need not be here; print registers, stack, shared memory
-	@TRITON_DEFAULT_FP_FUSION=1 $(BIN)/python -m kernels.triton_aot
+aot: $(INSTALLED)  ## compile every Triton kernel for GPUs that need not be here; registers, stack, shared memory into docs/kernels_gpu.md
+	@TRITON_DEFAULT_FP_FUSION=1 $(BIN)/python -m kernels.triton_aot --write
 
 bench-step: $(INSTALLED)  ## what the framework adds to a training step, against a bare PyTorch loop
 	@$(BIN)/python -m experiments.bench_step

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,9 +24,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kernels import backend
 from kernels.attention.op import attention, attention_flops
+from kernels.record import rewrite
 
-DOCS = Path(__file__).resolve().parents[1] / "docs" / "kernels_gpu.md"
-MARK = "<!-- measured -->"
 HEADS, GROUPS, TOKENS = 32, 8, 16_384
 HEAD = "| what | D | T | S | who | ms | TFLOP/s | of matmul | GB/s |"
 
@@ -186,7 +184,7 @@ def table(seconds: float) -> Iterator[str]:
 def main(arguments: list[str] | None = None) -> int:
     """Print the table, and keep it in the docs when asked to."""
     parser = argparse.ArgumentParser(description="Attention kernels on a GPU, measured.")
-    parser.add_argument("--write", action="store_true", help=f"put the table into docs/{DOCS.name}")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/kernels_gpu.md")
     parser.add_argument("--seconds", type=float, default=240.0, help="stop after so long")
     given = parser.parse_args(arguments)
     if not torch.cuda.is_available():
@@ -197,9 +195,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(row, flush=True)
         rows.append(row)
     if given.write:
-        before, _, rest = DOCS.read_text().partition(MARK)
-        after = rest.partition(MARK)[2]
-        DOCS.write_text(before + MARK + "\n" + "\n".join(rows) + "\n" + MARK + after)
+        rewrite("measured", rows)
     return 0
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import pkgutil
 import re
 import subprocess
@@ -27,6 +26,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
 import kernels
+from kernels.record import rewrite
 from kernels.triton_launch import Launch, recording
 
 # Shared memory that one block may have, bytes: CUDA C++ Programming Guide, technical specifications by capability.
@@ -169,18 +169,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compile every Triton kernel for GPUs that need not be there.")
     parser.add_argument("--sm", type=int, nargs="+", default=[80, 90], choices=sorted(SHARED_LIMIT))
     parser.add_argument("--only", default="", help="examples whose label holds this")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/kernels_gpu.md")
     given = parser.parse_args(arguments)
-    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-    print(HEAD, re.sub(r"[^|]+", "---", HEAD), sep="\n")
+    rows = [f"Compiled by triton {triton.__version__}.", "", HEAD, re.sub(r"[^|]+", "---", HEAD)]
     faults, seen = [], set()
+    print(*rows, sep="\n")
     for label, launch in launches(e for e in examples() if given.only in e[0]):
         for architecture in given.sm:
             report = compiled(launch, architecture, label)
             seen.add(report.kernel)
-            print(row(report), flush=True)
+            rows.append(row(report))
+            print(rows[-1], flush=True)
             faults += [f"{report.kernel}, {label}, sm_{architecture}: {fault}" for fault in report.faults()]
     if not given.only:
         faults += [f"{name} is in no module's examples()" for name in sorted(kernel_names() - seen)]
+    if given.write:
+        rewrite("compiled", rows)
     print(*faults, sep="\n", file=sys.stderr, end="\n" if faults else "")
     return bool(faults)
 

@@ -25,7 +25,7 @@ from kernels.attention.triton_tile import (
 )
 
 
-@triton.jit(do_not_specialize=["T", "S", "H", "heads", "share", "splits", "window"])
+@triton.jit(do_not_specialize=["B", "T", "S", "H", "heads", "share", "splits", "window"])
 def forward_kernel(
     Q,
     K,

@@ -212,7 +212,7 @@ def examples() -> Iterator[tuple[str, Callable[[], Any]]]:
     for width in (64, 128):
         yield f"{_label(torch.bfloat16, width)}, window", partial(_example, torch.bfloat16, width, 4096, window=1024)
         yield f"{_label(torch.bfloat16, width)}, all options", partial(_example, torch.bfloat16, width, 4096, **every)
-    for kind, width in ((torch.float32, 64), (torch.float32, 128), (torch.float32, 256), (torch.bfloat16, 256)):
+    for kind, width in ((torch.float32, 64), (torch.float32, 128), (torch.bfloat16, 256)):
         yield _label(kind, width), partial(_example, kind, width, 4096)
 
 

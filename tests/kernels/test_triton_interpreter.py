@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-triton = pytest.importorskip("triton", reason="the package triton is not installed")
-tl = pytest.importorskip("triton.language")
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+import triton
+import triton.language as tl
 
 from kernels.triton_launch import launch
 
