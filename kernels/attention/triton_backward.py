@@ -17,7 +17,6 @@ from kernels.attention.triton_tile import (
     load_tile,
     position,
     query_range,
-    row_of,
     score,
     tile_pointers,
     visible,
@@ -106,10 +105,8 @@ def dq_kernel(
     b_slope = 0.0
     if Slopes is not None:
         b_slope = tl.load(Slopes + i_h)
-    q_position = position(row_of(QPositions, i_b, T), o_t, m_t, S - T)[:, None]
-    q_document = document(row_of(QDocuments, i_b, T), o_t, m_t)[:, None]
-    p_k_positions = row_of(KPositions, i_b, S)
-    p_k_documents = row_of(KDocuments, i_b, S)
+    q_position = position(QPositions, i_b * T, o_t, m_t, S - T)[:, None]
+    q_document = document(QDocuments, i_b * T, o_t, m_t)[:, None]
 
     if Extents is None:
         first = i_block * BLOCK_T + S - T
@@ -130,10 +127,10 @@ def dq_kernel(
         # [BLOCK_S, K_PADDED], [BLOCK_S, V_PADDED]
         b_k = load_tile(p_k + far * stride_kt, m_s, o_k, K_WIDTH, K_PADDED, True)
         b_v = load_tile(p_v + far * stride_vt, m_s, o_v, V_WIDTH, V_PADDED, True)
-        distance = q_position - position(p_k_positions, o_j, m_s, 0)[None, :]
+        distance = q_position - position(KPositions, i_b * S, o_j, m_s, 0)[None, :]
         b_dots = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
         b_score, b_growth = score(b_dots, distance, b_slope, inner, outer, Slopes is not None)
-        k_document = document(p_k_documents, o_j, m_s)[None, :]
+        k_document = document(KDocuments, i_b * S, o_j, m_s)[None, :]
         m_seen = visible(
             distance, m_s[None, :], q_document, k_document, window, CAUSAL,
             QDocuments is not None, KDocuments is not None,
@@ -214,10 +211,8 @@ def dkv_kernel(
     p_v = tile_pointers(V + i_b * stride_vb + i_g * stride_vh, o_j, stride_vt, o_v)
     b_k = load_tile(p_k, m_s, o_k, K_WIDTH, K_PADDED, True)
     b_v = load_tile(p_v, m_s, o_v, V_WIDTH, V_PADDED, True)
-    k_position = position(row_of(KPositions, i_b, S), o_j, m_s, 0)[:, None]
-    k_document = document(row_of(KDocuments, i_b, S), o_j, m_s)[:, None]
-    p_q_positions = row_of(QPositions, i_b, T)
-    p_q_documents = row_of(QDocuments, i_b, T)
+    k_position = position(KPositions, i_b * S, o_j, m_s, 0)[:, None]
+    k_document = document(KDocuments, i_b * S, o_j, m_s)[:, None]
 
     if Extents is None:
         first = i_block * BLOCK_S
@@ -244,10 +239,10 @@ def dkv_kernel(
             b_dy = load_tile(DY + row[:, None] * V_WIDTH + o_v[None, :], m_t, o_v, V_WIDTH, V_PADDED, True)
             b_lse = _reference(tl.load(Lse + row, mask=m_t, other=float("-inf")))[None, :]
             b_delta = tl.load(Delta + row, mask=m_t, other=0.0)[None, :]
-            distance = position(p_q_positions, o_i, m_t, S - T)[None, :] - k_position
+            distance = position(QPositions, i_b * T, o_i, m_t, S - T)[None, :] - k_position
             b_dots = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
             b_score, b_growth = score(b_dots, distance, b_slope, inner, outer, Slopes is not None)
-            q_document = document(p_q_documents, o_i, m_t)[None, :]
+            q_document = document(QDocuments, i_b * T, o_i, m_t)[None, :]
             m_seen = visible(
                 distance, m_t[None, :], q_document, k_document, window, CAUSAL,
                 QDocuments is not None, KDocuments is not None,

@@ -18,7 +18,6 @@ from kernels.attention.triton_tile import (
     key_range,
     load_tile,
     position,
-    row_of,
     score,
     tile_pointers,
     visible,
@@ -96,10 +95,8 @@ def forward_kernel(
     b_slope = 0.0
     if Slopes is not None:
         b_slope = tl.load(Slopes + o_h, mask=m_t, other=0.0)[:, None]
-    q_position = position(row_of(QPositions, i_b, T), o_t, m_t, S - T)[:, None]
-    q_document = document(row_of(QDocuments, i_b, T), o_t, m_t)[:, None]
-    p_k_positions = row_of(KPositions, i_b, S)
-    p_k_documents = row_of(KDocuments, i_b, S)
+    q_position = position(QPositions, i_b * T, o_t, m_t, S - T)[:, None]
+    q_document = document(QDocuments, i_b * T, o_t, m_t)[:, None]
 
     first = i_block * BLOCK_T // GROUP + S - T
     last = (tl.minimum((i_block + 1) * BLOCK_T, T * GROUP) - 1) // GROUP + S - T
@@ -157,8 +154,9 @@ def forward_kernel(
                 q_position,
                 q_document,
                 b_slope,
-                p_k_positions,
-                p_k_documents,
+                KPositions,
+                KDocuments,
+                i_b * S,
                 window,
                 inner,
                 outer,
@@ -203,8 +201,9 @@ def _accumulate(
     q_position,
     q_document,
     b_slope,
-    p_k_positions,
-    p_k_documents,
+    KPositions,
+    KDocuments,
+    base,
     window,
     inner,
     outer,
@@ -232,22 +231,22 @@ def _accumulate(
         # [BLOCK_S, K_PADDED], [BLOCK_S, V_PADDED]
         b_k = load_tile(p_k + far * stride_kt, m_s, o_k, K_WIDTH, K_PADDED, MASKED)
         b_v = load_tile(p_v + far * stride_vt, m_s, o_v, V_WIDTH, V_PADDED, MASKED)
-        distance = q_position - position(p_k_positions, o_j, m_s, 0)[None, :]
+        distance = q_position - position(KPositions, base, o_j, m_s, 0)[None, :]
         b_dots = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
         b_score, _ = score(b_dots, distance, b_slope, inner, outer, ALIBI)
         if MASKED:
-            k_document = document(p_k_documents, o_j, m_s)[None, :]
+            k_document = document(KDocuments, base, o_j, m_s)[None, :]
             m_seen = visible(
-                distance, m_s[None, :], q_document, k_document, window, CAUSAL, Q_DOCUMENTS, p_k_documents is not None
+                distance, m_s[None, :], q_document, k_document, window, CAUSAL, Q_DOCUMENTS, KDocuments is not None
             )
             b_score = tl.where(m_seen, b_score, float("-inf"))
         new_top = tl.maximum(top, tl.max(b_score, 1))
         # A row that saw nothing yet has no maximum; 0 keeps inf - inf away.
-        base = new_top
+        zero = new_top
         if MASKED:
-            base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        b_weight = tl.exp2(b_score - base[:, None])
-        shrink = tl.exp2(top - base)
+            zero = tl.where(new_top == float("-inf"), 0.0, new_top)
+        b_weight = tl.exp2(b_score - zero[:, None])
+        shrink = tl.exp2(top - zero)
         total = total * shrink + tl.sum(b_weight, 1)
         b_y = tl.dot(b_weight.to(b_v.dtype), b_v, b_y * shrink[:, None], input_precision=PRECISION)
         top = new_top

@@ -35,21 +35,15 @@ def load_tile(pointers, m_rows, o_cols, WIDTH: tl.constexpr, PADDED: tl.constexp
 
 
 @triton.jit
-def row_of(Pointer, i_b, length):
-    """Where row i_b of a [B, length] tensor starts; None stays None."""
-    return None if Pointer is None else Pointer + i_b * length
+def position(Positions, base, o_rows, m_rows, shift):
+    """Positions of rows: given ones, behind `base`, or the row itself moved by `shift`."""
+    return o_rows + shift if Positions is None else tl.load(Positions + base + o_rows, mask=m_rows, other=0)
 
 
 @triton.jit
-def position(p_positions, o_rows, m_rows, shift):
-    """Positions of rows: given ones, or the row itself moved by `shift`."""
-    return o_rows + shift if p_positions is None else tl.load(p_positions + o_rows, mask=m_rows, other=0)
-
-
-@triton.jit
-def document(p_documents, o_rows, m_rows):
-    """Documents of rows; where none are given the value is not used."""
-    return o_rows if p_documents is None else tl.load(p_documents + o_rows, mask=m_rows, other=0)
+def document(Documents, base, o_rows, m_rows):
+    """Documents of rows, behind `base`; where none are given the value is not used."""
+    return o_rows if Documents is None else tl.load(Documents + base + o_rows, mask=m_rows, other=0)
 
 
 @triton.jit
@@ -183,17 +177,16 @@ def extent_kernel(
         m_rows = m_rows & (b_document > 0)
         first_document = tl.min(tl.where(m_rows, b_document, 2147483647), 0)
         last_document = tl.max(tl.where(m_rows, b_document, 0), 0)
-    b_position = position(row_of(RowPositions, i_b, rows), o_rows, m_rows, row_shift)
+    b_position = position(RowPositions, i_b * rows, o_rows, m_rows, row_shift)
     first = tl.min(tl.where(m_rows, b_position, 1073741824), 0)
     last = tl.max(tl.where(m_rows, b_position, -1073741824), 0)
     occupied = tl.max(m_rows.to(tl.int32), 0) > 0
-    p_cols = row_of(ColPositions, i_b, cols)
     low = cols
     high = cols * 0
     for start in range(0, cols, SCAN):
         o_cols = start + tl.arange(0, SCAN)
         m_seen = (o_cols < cols) & occupied
-        c_position = position(p_cols, o_cols, o_cols < cols, col_shift)
+        c_position = position(ColPositions, i_b * cols, o_cols, o_cols < cols, col_shift)
         if ROWS_ARE_QUERIES:
             nearest = first - c_position
             farthest = last - c_position
