@@ -64,13 +64,13 @@ ui: $(INSTALLED)  ## the MLflow UI on http://127.0.0.1:5000 (PORT=5001 for anoth
 GPU_TESTS = tests/gpu tests/kernels/test_attention_triton.py tests/kernels/test_attention_operators.py
 PARTS = 0 1 2 3 4 5 6 7 8 9 10 11
 
-gpu:  ## where a GPU is: test the kernels on it, then measure them into docs/kernels_gpu.md (PYTHON with torch, triton, einops, pytest)
+gpu:  ## where a GPU is: test the kernels on it and measure them (PYTHON with torch, triton, einops and pytest)
 	@status=0; running=; for part in $(PARTS); do \
 	  TEST_PART=$$part/$(words $(PARTS)) $(PYTHON) -m pytest -q $(GPU_TESTS) & running="$$running $$!"; done; \
 	for process in $$running; do wait $$process || status=1; done; \
 	$(PYTHON) -m kernels.bench_gpu --write || status=1; exit $$status
 
-aot: $(INSTALLED)  ## compile every Triton kernel for GPUs that need not be here; registers, stack, shared memory into docs/kernels_gpu.md
+aot: $(INSTALLED)  ## compile every Triton kernel for GPUs that need not be here, into docs/kernels_gpu.md
 	@TRITON_DEFAULT_FP_FUSION=1 $(BIN)/python -m kernels.triton_aot --write
 
 bench-step: $(INSTALLED)  ## what the framework adds to a training step, against a bare PyTorch loop

@@ -26,48 +26,13 @@ from kernels.attention.triton_tile import (
 
 @triton.jit(do_not_specialize=["B", "T", "S", "H", "heads", "share", "splits", "window"])
 def forward_kernel(
-    Q,
-    K,
-    V,
-    Y,
-    Lse,
-    Slopes,
-    Sinks,
-    QPositions,
-    KPositions,
-    QDocuments,
-    KDocuments,
-    Extents,
-    stride_qb,
-    stride_qt,
-    stride_qh,
-    stride_kb,
-    stride_kt,
-    stride_kh,
-    stride_vb,
-    stride_vt,
-    stride_vh,
-    B,
-    T,
-    S,
-    H,
-    heads,
-    share,
-    splits,
-    window,
-    inner,
-    outer,
-    CAUSAL: tl.constexpr,
-    GROUP: tl.constexpr,
-    SPLIT: tl.constexpr,
-    K_WIDTH: tl.constexpr,
-    V_WIDTH: tl.constexpr,
-    K_PADDED: tl.constexpr,
-    V_PADDED: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    Q, K, V, Y, Lse, Slopes, Sinks, QPositions, KPositions, QDocuments, KDocuments, Extents, stride_qb, stride_qt,
+    stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, B, T, S, H, heads, share, splits,
+    window, inner, outer,
+    CAUSAL: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    K_PADDED: tl.constexpr, V_PADDED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """One tile of queries against its keys.
 
     Q [B, T, H, K_WIDTH], K and V [B, S, G, .] strided; Y [B, T, H, V_WIDTH] and Lse [B, T, H] contiguous, with SPLIT
@@ -140,37 +105,10 @@ def forward_kernel(
             stop = high
         if (part_of_range == 2) or (Extents is None and (part_of_range == 1 or window is not None)):
             b_y, total, top = _accumulate(
-                b_y,
-                total,
-                top,
-                b_q,
-                p_k,
-                p_v,
-                stride_kt,
-                stride_vt,
-                start,
-                stop,
-                S,
-                q_position,
-                q_document,
-                b_slope,
-                KPositions,
-                KDocuments,
-                i_b * S,
-                window,
-                inner,
-                outer,
-                CAUSAL,
-                part_of_range != 1,
-                Slopes is not None,
-                QDocuments is not None,
-                K_WIDTH,
-                V_WIDTH,
-                K_PADDED,
-                V_PADDED,
-                BLOCK_S,
-                PRECISION,
-            )
+                b_y, total, top, b_q, p_k, p_v, stride_kt, stride_vt, start, stop, S, q_position, q_document,
+                b_slope, KPositions, KDocuments, i_b * S, window, inner, outer, CAUSAL, part_of_range != 1,
+                Slopes is not None, QDocuments is not None, K_WIDTH, V_WIDTH, K_PADDED, V_PADDED, BLOCK_S, PRECISION,
+            )  # fmt: skip
 
     b_sink = tl.full([BLOCK_T], float("-inf"), tl.float32)
     if Sinks is not None and not SPLIT:
@@ -187,37 +125,12 @@ def forward_kernel(
 
 @triton.jit
 def _accumulate(
-    b_y,
-    total,
-    top,
-    b_q,
-    p_k,
-    p_v,
-    stride_kt,
-    stride_vt,
-    low,
-    high,
-    S,
-    q_position,
-    q_document,
-    b_slope,
-    KPositions,
-    KDocuments,
-    base,
-    window,
-    inner,
-    outer,
-    CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr,
-    ALIBI: tl.constexpr,
-    Q_DOCUMENTS: tl.constexpr,
-    K_WIDTH: tl.constexpr,
-    V_WIDTH: tl.constexpr,
-    K_PADDED: tl.constexpr,
-    V_PADDED: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    b_y, total, top, b_q, p_k, p_v, stride_kt, stride_vt, low, high, S, q_position, q_document, b_slope, KPositions,
+    KDocuments, base, window, inner, outer,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, ALIBI: tl.constexpr, Q_DOCUMENTS: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, K_PADDED: tl.constexpr, V_PADDED: tl.constexpr,
+    BLOCK_S: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Let the keys [low, high) pass by: sums, their total weight and the maximum are rescaled as it grows."""
     o_s = tl.arange(0, BLOCK_S)
     o_k = tl.arange(0, K_PADDED)
@@ -267,18 +180,9 @@ def _finish(b_y, total, top, b_sink):
 
 @triton.jit(do_not_specialize=["rows", "H", "splits"])
 def combine_kernel(
-    YParts,
-    LseParts,
-    Y,
-    Lse,
-    Sinks,
-    rows,
-    H,
-    splits,
-    V_WIDTH: tl.constexpr,
-    V_PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    YParts, LseParts, Y, Lse, Sinks, rows, H, splits,
+    V_WIDTH: tl.constexpr, V_PADDED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Join the parts of split keys, [splits, rows, V_WIDTH] and [splits, rows] fp32, weighted by their log-sum-exp."""
     o_r = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     o_v = tl.arange(0, V_PADDED)

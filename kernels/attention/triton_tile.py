@@ -48,15 +48,9 @@ def document(Documents, base, o_rows, m_rows):
 
 @triton.jit
 def visible(
-    distance,
-    m_inside,
-    q_document,
-    k_document,
-    window,
-    CAUSAL: tl.constexpr,
-    Q_DOCUMENTS: tl.constexpr,
-    K_DOCUMENTS: tl.constexpr,
-):
+    distance, m_inside, q_document, k_document, window,
+    CAUSAL: tl.constexpr, Q_DOCUMENTS: tl.constexpr, K_DOCUMENTS: tl.constexpr,
+):  # fmt: skip
     """Which pairs of a tile are attended to; arguments broadcast against each other in either orientation."""
     m_seen = m_inside & (distance == distance)
     if CAUSAL:
@@ -145,23 +139,11 @@ def query_range(first, last, T, shift, window, CAUSAL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "cols", "row_shift", "col_shift", "window", "blocks"])
 def extent_kernel(
-    RowPositions,
-    RowDocuments,
-    ColPositions,
-    ColDocuments,
-    Extents,
-    rows,
-    cols,
-    row_shift,
-    col_shift,
-    window,
+    RowPositions, RowDocuments, ColPositions, ColDocuments, Extents, rows, cols, row_shift, col_shift, window,
     blocks,
-    CAUSAL: tl.constexpr,
-    ROWS_ARE_QUERIES: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
+    CAUSAL: tl.constexpr, ROWS_ARE_QUERIES: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
     SCAN: tl.constexpr,
-):
+):  # fmt: skip
     """For each block of rows the range [low, high) of the other side outside of which it sees nothing.
 
     Used where positions or documents are given, once for all heads. A block covers BLOCK rows of a tile, GROUP of which

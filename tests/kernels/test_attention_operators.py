@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -162,6 +164,16 @@ def test_what_the_kernels_lack_is_refused_and_auto_goes_on_without_them(change, 
     with pytest.raises(ValueError, match=f"backend='triton' cannot run attention here: {message}"):
         run(q, k, v, dropout=dropout)
     assert attention(q, k, v, dropout=dropout).isfinite().all()
+
+
+def test_automatic_choice_is_triton_on_a_gpu_for_what_it_has(monkeypatch):
+    table = {"triton": "kernels", "portable": "plain"}
+    gpu, cpu = (SimpleNamespace(device=torch.device(name)) for name in ("cuda", "cpu"))
+    assert backend.implementation("op", table, gpu) == "kernels"
+    assert backend.implementation("op", table, gpu, "no dropout") == "plain"
+    assert backend.implementation("op", table, cpu) == "plain"
+    monkeypatch.setattr(backend, "_TRITON", False)
+    assert backend.implementation("op", table, gpu) == "plain"
 
 
 def test_without_gpu_and_interpreter_the_choice_of_triton_is_refused(monkeypatch):
