@@ -81,7 +81,7 @@ def rivals() -> dict[str, Callable]:
     ):
         try:
             found[name] = partial(function, importlib.import_module(module))
-        except ImportError:
+        except (ImportError, OSError):
             print(f"{name} is not installed: left out", file=sys.stderr)
     return found
 
@@ -149,7 +149,7 @@ def line(problem: Problem, name: str, run: Callable, peak: float) -> str:
     start = f"| {problem.what} | {problem.width} | {problem.queries} | {problem.keys} | {name} |"
     try:
         ms = measure(problem, run)
-    except (NotImplementedError, RuntimeError) as error:
+    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         torch.cuda.empty_cache()
         return f"{start} {str(error).splitlines()[0][:60].replace('|', '/')} | | | |"
     meta = [torch.empty(problem.batch, t, h, problem.width, device="meta") for t, h in
