@@ -11,7 +11,7 @@ from kernels.attention.triton_tile import extent_kernel
 from kernels.triton_launch import empty, launch, padded
 
 # Beyond it a position counts as this one, so that differences fit into 32 bits.
-FARTHEST = 2**30
+FARTHEST = 2**30 - 1
 _SCAN = 4096
 
 

@@ -208,12 +208,16 @@ def examples() -> Iterator[tuple[str, Callable[[], Any]]]:
     for kind, width in product((torch.bfloat16, torch.float16), (64, 128)):
         yield _label(kind, width), partial(_example, kind, width, 4096)
         yield f"{_label(kind, width)}, decode", partial(_example, kind, width, 1)
-    every: dict[str, Any] = dict(window=1024, softcap=20.0, rest=True)
+    every: dict[str, Any] = dict.fromkeys(("heads", "positions", "q_documents", "k_documents"), True)
+    every |= dict(window=1024, softcap=20.0)
     for width in (64, 128):
         yield f"{_label(torch.bfloat16, width)}, window", partial(_example, torch.bfloat16, width, 4096, window=1024)
         yield f"{_label(torch.bfloat16, width)}, all options", partial(_example, torch.bfloat16, width, 4096, **every)
     for kind, width in ((torch.float32, 64), (torch.float32, 128), (torch.bfloat16, 256)):
         yield _label(kind, width), partial(_example, kind, width, 4096)
+    both_ways = partial(_example, torch.bfloat16, 64, 4096, causal=False, window=1024)
+    yield f"{_label(torch.bfloat16, 64)}, both ways, positions", partial(both_ways, positions=True)
+    yield f"{_label(torch.bfloat16, 64)}, both ways, padded keys", partial(both_ways, k_documents=True)
 
 
 def _label(kind: torch.dtype, width: int) -> str:
@@ -225,16 +229,23 @@ def _example(
     width: int,
     time: int,
     *,
+    causal: bool = True,
     window: int | None = None,
     softcap: float | None = None,
-    rest: bool = False,
+    heads: bool = False,
+    positions: bool = False,
+    q_documents: bool = False,
+    k_documents: bool = False,
 ) -> None:
     """A layer of 16 query and 4 key heads; one query over a cache has no gradient."""
     like = torch.empty(0, dtype=kind, device="meta")
     q, k = like.new_empty(2, time, 16, width), like.new_empty(2, 4096, 4, width)
-    heads = like.new_empty(16) if rest else None
-    of_q, of_k = (torch.empty(2, t.shape[1], dtype=torch.int32, device="meta") if rest else None for t in (q, k))
-    call = Call.of(q, k, k, heads, heads, of_q, of_k, of_q, of_k, True, window, 0.1, softcap)
+    slopes = like.new_empty(16) if heads else None
+    of_q, of_k = (like.new_empty(2, t.shape[1], dtype=torch.int32) for t in (q, k))
+    call = Call.of(
+        q, k, k, slopes, slopes, of_q if positions else None, of_k if positions else None,
+        of_q if q_documents else None, of_k if k_documents else None, causal, window, 0.1, softcap,
+    )  # fmt: skip
     y, lse = forward(call)
     if time > 1:
-        backward(call, y, lse, y, lse if rest else None, rest)
+        backward(call, y, lse, y, lse if heads else None, heads)

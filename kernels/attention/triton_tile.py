@@ -1,7 +1,7 @@
 """What the attention kernels share, so that each option exists once: masks, scores, and which blocks are visited.
 
 Kernels are compiled for what they are given: a pointer or number that is None switches its option off. Scores are in
-units of log 2, for exp2. Positions are int32 within +-2**30, so that differences fit.
+units of log 2, for exp2. Positions are int32 between -2**30 and 2**30, so that differences fit.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ def extent_kernel(
         first_document = tl.min(tl.where(m_rows, b_document, 2147483647), 0)
         last_document = tl.max(tl.where(m_rows, b_document, 0), 0)
     b_position = position(RowPositions, i_b * rows, o_rows, m_rows, row_shift)
-    first = tl.min(tl.where(m_rows, b_position, 1073741824), 0)
-    last = tl.max(tl.where(m_rows, b_position, -1073741824), 0)
+    first = tl.min(tl.where(m_rows, b_position, 1073741823), 0)
+    last = tl.max(tl.where(m_rows, b_position, -1073741823), 0)
     occupied = tl.max(m_rows.to(tl.int32), 0) > 0
     low = cols
     high = cols * 0
