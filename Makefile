@@ -53,8 +53,8 @@ test: $(INSTALLED)  ## all tests (WHAT='-k mqar' or a path narrows them)
 
 ui: $(INSTALLED)  ## the MLflow UI on http://127.0.0.1:5000 (PORT=5001 for another)
 	@test -f runs/mlflow.db || { echo "No runs yet: make quickstart" >&2; exit 1; }
-	@$(BIN)/python -c 'from pathlib import Path; from experiments.tracking import connect; \
-	  print("http://127.0.0.1:$(PORT)/#/experiments/" + connect(Path("runs/mlflow.db"))[1] \
+	@$(BIN)/python -c 'from experiments.tracking import connect; \
+	  print("http://127.0.0.1:$(PORT)/#/experiments/" + connect("sqlite:///runs/mlflow.db")[1] \
 	  + "/runs?workflowType=machine_learning&compareRunsMode=CHART")'
 	@echo "It answers in about ten seconds; Ctrl-C ends it."
 	@PYTHONWARNINGS=ignore $(BIN)/python -m mlflow server --host 127.0.0.1 --port $(PORT) --workers 1 --uvicorn-opts "--log-level warning" \

@@ -156,6 +156,40 @@ def tradeoff(
     return figure
 
 
+def growth(points: Mapping[str, pd.DataFrame], title: str, name: str, styles: Mapping[str, Style]) -> go.Figure:
+    """What was measured against the length, both logarithmic, and the counted growth dotted through its middle.
+
+    Args:
+        points: cell -> [length, measured, counted], by length; counted NaN where nothing was.
+        title: of the measured values, with their unit.
+        name: a metric of the same unit, to spell values.
+    """
+    figure = _figure("tokens of a sequence", title, points)
+    if not points:
+        return figure
+    # Only the slopes compare: the units differ.
+    counted = {
+        cell: own["counted"] * np.exp(np.log(own["measured"] / own["counted"]).mean()) for cell, own in points.items()
+    }
+    lengths = sorted({length for own in points.values() for length in own["length"]})
+    seen = pd.concat([*(own["measured"] for own in points.values()), *counted.values()]).dropna()
+    ends, ticks = _decades(list(seen))
+    figure.update_xaxes(type="log", tickvals=lengths, ticktext=[f"{length:,}" for length in lengths])
+    figure.update_xaxes(range=(math.log10(lengths[0]) - 0.05, math.log10(lengths[-1]) + 0.12))
+    # The title says ms already; bytes need their prefix.
+    texts = [format_value(name, tick).removesuffix(" ms") for tick in ticks]
+    figure.update_yaxes(type="log", range=ends, tickvals=ticks, ticktext=texts)
+    for cell, own in points.items():
+        look = _look(styles[cell], cell)
+        hover = f"<b>{_escape(cell)}</b><br>%{{x:,}} tokens: %{{y:.4g}}<extra></extra>"
+        figure.add_scatter(x=own["length"], y=own["measured"], mode="lines+markers", **look, hovertemplate=hover)
+        dotted = {"mode": "lines", "line": {"color": styles[cell].colour, "dash": "dot"}, "hoverinfo": "skip"}
+        figure.add_scatter(x=own["length"], y=counted[cell], legendgroup=cell, **dotted)
+    last = {cell: (own["length"].iloc[-1], own["measured"].iloc[-1]) for cell, own in points.items()}
+    _names(figure, last, styles)
+    return figure
+
+
 def _axis_title(name: str) -> str:
     """ "validation loss (nats a token), lower is better" """
     about = metric(name)
@@ -221,6 +255,13 @@ def _cost_axis(figure: go.Figure, cost: str, values: Sequence[float]) -> tuple[f
     """A logarithmic axis with round ticks, spelled like in the tables; its range, in decades."""
     if not values:
         return (0, 1)
+    ends, ticks = _decades(values)
+    figure.update_xaxes(type="log", tickvals=ticks, ticktext=[format_value(cost, tick) for tick in ticks])
+    return ends
+
+
+def _decades(values: Sequence[float]) -> tuple[tuple[float, float], list[float]]:
+    """The range of a logarithmic axis, in decades, and its round ticks."""
     low, high = min(values) / 1.25, max(values) * 1.25
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     scales = [
@@ -229,9 +270,7 @@ def _cost_axis(figure: go.Figure, cost: str, values: Sequence[float]) -> tuple[f
     # The coarsest scale with three ticks; four fit on a phone.
     choices = [[tick for tick in ticks if low <= tick <= high] for ticks in scales]
     ticks = next((inside for inside in choices if len(inside) > 2), choices[-1] or [values[0]])
-    ticks = ticks[:: math.ceil(len(ticks) / 4)]
-    figure.update_xaxes(type="log", tickvals=ticks, ticktext=[format_value(cost, tick) for tick in ticks])
-    return (math.log10(low), math.log10(high))
+    return (math.log10(low), math.log10(high)), ticks[:: math.ceil(len(ticks) / 4)]
 
 
 def _shade(figure: go.Figure, pairs: Sequence[int], trained: Sequence[int]) -> None:
@@ -284,13 +323,16 @@ def _names(figure: go.Figure, ends: Mapping[str, tuple[float, float]], styles: M
     low, high = figure.layout.yaxis.range
     edge = figure.layout.xaxis.range[1]
     edge = 10**edge if figure.layout.xaxis.type == "log" else edge
+    # A range is in decades where the axis is logarithmic.
+    logarithmic = figure.layout.yaxis.type == "log"
     pixel = (high - low) / (_HEIGHT - _TOP - _BOTTOM)
-    wanted = [min(max(y, low), high) / pixel for _, y in ends.values()]
+    wanted = [min(max(math.log10(y) if logarithmic else y, low), high) / pixel for _, y in ends.values()]
     heights = _apart(wanted, low / pixel + _NAME_HEIGHT / 2, high / pixel, _NAME_HEIGHT)
     for (cell, (x, y)), height in zip(ends.items(), heights, strict=True):
+        label = 10 ** (height * pixel) if logarithmic else height * pixel
         figure.add_scatter(
             x=[x, edge],
-            y=[y, height * pixel],
+            y=[y, label],
             mode="lines",
             line={"color": styles[cell].colour, "width": 1},
             opacity=0.6,
@@ -300,7 +342,7 @@ def _names(figure: go.Figure, ends: Mapping[str, tuple[float, float]], styles: M
         )
         figure.add_scatter(
             x=[edge],
-            y=[height * pixel],
+            y=[label],
             mode="text",
             text=[_escape(_brief(cell))],
             textposition="middle right",

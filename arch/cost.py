@@ -1,170 +1,191 @@
-"""What a model costs: parameters, FLOPs and state bytes, counted on the meta device and never declared.
-
-Convention: 2 FLOPs a multiply-add; attention by its visible pairs, linear attention by its recurrence, everything else
-by its matrix products; elementwise work is not counted; one unpacked sequence, logits of every token; backward = 2 x
-forward, no recomputation. State bytes are those of a real state after that many tokens; ids and positions are reported
-apart.
-"""
+"""What a model costs, counted on the meta device and never declared; `CONVENTION` says how."""
 
 from __future__ import annotations
 
-import copy
-from dataclasses import dataclass, replace
-from typing import TypeVar
+import re
+from functools import cached_property
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from arch.block import Block
+from arch.activations import saved_bytes
 from arch.language_model import LanguageModel
-from arch.layout import Layer
-from kernels.flops import FlopCounter
-from mixers.base import State
+from arch.parts import parts
+from mixers.base import DOOR
+from mixers.options import nearest
 
-M = TypeVar("M", bound=nn.Module)
+CONVENTION = """\
+FLOPs: 2 a multiply-add; attention by its visible pairs, linear attention by its recurrence, a convolution by its taps
+inside of the row, all else by its matrix products; elementwise work is not counted. One unpacked sequence, logits of
+every token. Training: 3 times forward (backward is 2, nothing is computed again). State: the tensors that generation
+carries along for one sequence, in the dtype of the model or in bfloat16, where recurrent states stay at least float32;
+ids and positions apart. Activations: what autograd keeps of one sequence until the backward, parameters aside, with the
+portable implementations. Attention traffic: q, k and v read once, the output written once."""
+
+# By the names that runs log behind "complexity/" -> the attribute of `Cost`.
+FIGURES = {
+    "parameters": "parameters",
+    "parameters_active": "parameters_active",
+    "parameters_without_embeddings": "parameters_without_embeddings",
+    "flops_per_token_forward": "flops_per_token_forward",
+    "flops_per_token_train": "flops_per_token_train",
+    "prefill_flops_at_<length>": "prefill_flops",
+    "decode_flops_per_token_at_<length>": "decode_flops_per_token",
+    "state_bytes_at_<length>": "state_bytes",
+    "bf16_state_bytes_at_<length>": "bf16_state_bytes",
+    "activation_bytes_at_<length>": "activation_bytes",
+    "attention_bytes_at_<length>": "attention_bytes",
+    "score_bytes_at_<length>": "score_bytes",
+}
 
 
-@dataclass(frozen=True)
+def attribute(name: str) -> str:
+    """The attribute of `Cost` behind a name such as "state_bytes_at_2048".
+
+    Raises:
+        ValueError: no such name; says the nearest.
+    """
+    pattern = re.sub(r"_at_[1-9]\d*$", "_at_<length>", name)
+    if pattern not in FIGURES:
+        raise ValueError(f"figure {name!r} is unknown{nearest(pattern, FIGURES)}; known are {', '.join(FIGURES)}")
+    return FIGURES[pattern]
+
+
 class Cost:
-    """Counts of one model at one length.
+    """The figures of one model, live or on meta, at rows of one length: sums over its parts.
+
+    `measure` makes it. Each figure is counted when it is first asked for, and equal layers once, so the time does not
+    grow with the depth.
 
     Attributes:
-        parameters: shared ones once; parameters_without_embeddings: without token and position embeddings and the head.
-        flops_per_token_forward, flops_per_token_train: mean over the tokens of a sequence of `length`.
-        state_bytes, bookkeeping_bytes: of one sequence after `length` tokens; None for a bidirectional model.
-        decode_flops_per_token: of the token after `length` others; None for a bidirectional model.
-        decode: "state", or "recompute" where some mixer extends by running everything again: no real decode figure.
-        dense_counted: some attention outside of our ops was counted with all its masked pairs.
+        parts: the embedding, every layer in order, the head.
     """
 
-    length: int
-    parameters: int
-    parameters_without_embeddings: int
-    flops_per_token_forward: float
-    state_bytes: int | None
-    bookkeeping_bytes: int | None
-    decode_flops_per_token: int | None
-    decode: str
-    dense_counted: bool
+    def __init__(self, model: LanguageModel, length: int):
+        self.length, self._model = length, model
+        self.parts = tuple(parts(model, length))
+
+    @property
+    def parameters(self) -> int:
+        """Shared ones once."""
+        return parameters(self._model)
+
+    @property
+    def parameters_active(self) -> int:
+        """Those that the forward of one token reads: all but the rows of embedding tables that it does not look up.
+
+        A tied table is read whole by the head. This is how gpt-oss counts (arXiv:2508.10925, table 1).
+        """
+        tables = [m for m in self._model.modules() if isinstance(m, nn.Embedding)]
+        return self.parameters - sum(_unread(table) for table in tables if table.weight is not self._model.head.weight)
+
+    @property
+    def parameters_without_embeddings(self) -> int:
+        """Without token and position embeddings and the head."""
+        return self.parameters - _embeddings(self._model)
+
+    @property
+    def flops_per_token_forward(self) -> float:
+        """Mean over the tokens of a row."""
+        return sum(part.kind.forward.total for part in self.parts) / self.length
 
     @property
     def flops_per_token_train(self) -> float:
         """Forward and backward."""
         return 3 * self.flops_per_token_forward
 
+    @property
+    def prefill_flops(self) -> int | None:
+        """Of all tokens of a prompt together."""
+        return self._sum("prefill_flops")
+
+    @property
+    def decode_flops_per_token(self) -> int | None:
+        """Of the token after `length` others; with `decode` "recompute" it is no real decode figure."""
+        return self._sum("decode_flops_per_token")
+
+    @property
+    def state_bytes(self) -> int | None:
+        """Of one sequence after `length` tokens, in the dtype of the model."""
+        return self._sum("state_bytes")
+
+    @property
+    def bf16_state_bytes(self) -> int | None:
+        """Of the same in bfloat16; recurrent states stay at least float32."""
+        return self._sum("bf16_state_bytes")
+
+    @property
+    def bookkeeping_bytes(self) -> int | None:
+        """Ids and positions beside the state once anything was packed; until then there are none.
+
+        None for a model that is bidirectional or recomputes: the latter looks at the ids, and meta has none.
+        """
+        if not self._model.causal or self.decode == "recompute":
+            return None
+        # Of the door int32 each.
+        return sum(part.kind.bookkeeping_bytes for part in self.parts) + 4 * len(DOOR)
+
+    @property
+    def attention_bytes(self) -> int:
+        """What attention moves to and from device memory at least, in the forward pass of a row."""
+        return sum(part.attention_bytes for part in self.parts)
+
+    @property
+    def score_bytes(self) -> int:
+        """The score matrices that this pass would write without a fused kernel."""
+        return sum(part.score_bytes for part in self.parts)
+
+    @cached_property
+    def activations(self) -> tuple[int, ...]:
+        """Bytes a part that autograd keeps of a training row, see `arch.activations`."""
+        return saved_bytes(self._model, self.length)
+
+    @property
+    def activation_bytes(self) -> int:
+        """The same of the whole model."""
+        return sum(self.activations)
+
+    @property
+    def decode(self) -> str:
+        """ "state", or "recompute" where some mixer extends by running everything again."""
+        return self._model.stack.decode
+
+    @property
+    def dense_counted(self) -> bool:
+        """Was some attention outside of our ops counted with all its masked pairs?"""
+        return any(part.dense_counted for part in self.parts)
+
+    def figure(self, name: str) -> float | None:
+        """A figure by its name in `FIGURES`; None where the model has none, as a decode figure of a recomputing one.
+
+        Raises:
+            ValueError: no such name; says the nearest.
+        """
+        found = attribute(name)
+        if found == "decode_flops_per_token" and self.decode == "recompute":
+            return None
+        value: float | None = getattr(self, found)
+        return value
+
     def metrics(self) -> dict[str, float]:
-        """By the names that runs log; what does not exist is left out."""
-        named = {
-            "parameters": self.parameters,
-            "parameters_without_embeddings": self.parameters_without_embeddings,
-            "flops_per_token_forward": self.flops_per_token_forward,
-            "flops_per_token_train": self.flops_per_token_train,
-            f"state_bytes_at_{self.length}": self.state_bytes,
-            f"decode_flops_per_token_at_{self.length}": None
-            if self.decode == "recompute"
-            else self.decode_flops_per_token,
-        }
-        return {f"complexity/{name}": value for name, value in named.items() if value is not None}
+        """All but the activations, which take longer, by the names that runs log; what does not exist is left out."""
+        names = [name.replace("<length>", str(self.length)) for name in FIGURES if not name.startswith("activation")]
+        found = {f"complexity/{name}": self.figure(name) for name in names}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _sum(self, name: str) -> int | None:
+        """Over the parts; None where the model is bidirectional."""
+        return sum(getattr(part, name) for part in self.parts) if self._model.causal else None
 
 
 def measure(model: LanguageModel, length: int) -> Cost:
-    """Count a model, live or on meta, at sequences of `length` tokens; its weights are not touched.
+    """Count a model, live or on meta, at rows of `length` tokens; its weights are not touched.
 
     Raises:
-        ValueError: length below 1, or a custom operator without a FLOP formula.
+        ValueError: length below 1. The figures raise one for a custom operator without a FLOP formula.
     """
     if length < 1:
         raise ValueError(f"length={length} must be at least 1")
-    model = on_meta(model).eval()
-    tokens = torch.empty(1, length, dtype=torch.int64, device="meta")
-    with torch.no_grad(), FlopCounter() as forward:
-        model(tokens)
-    state, decode = _after(model, length) if model.causal else (None, None)
-    return Cost(
-        length=length,
-        parameters=parameters(model),
-        parameters_without_embeddings=parameters(model) - _embeddings(model),
-        flops_per_token_forward=forward.total / length,
-        state_bytes=None if state is None else state.bytes,
-        bookkeeping_bytes=None if state is None else state.bookkeeping_bytes,
-        decode_flops_per_token=decode,
-        decode=model.stack.decode,
-        dense_counted=forward.dense,
-    )
-
-
-@dataclass(frozen=True)
-class Part:
-    """What one part of a model adds to its cost, counted as in `Cost`.
-
-    Attributes:
-        name: "embedding", a layer as its layout spells it ("window|linear@a"), or "head" (with the norm before it).
-        parameters: those that no part before it has: 0 where a layer shares its weights with an earlier one.
-        flops_per_token_forward: mean over the tokens of a sequence.
-        state_bytes: of one sequence; None where the model is bidirectional.
-        dense_counted: as in `Cost`.
-    """
-
-    name: str
-    parameters: int
-    flops_per_token_forward: float
-    state_bytes: int | None
-    dense_counted: bool = False
-
-
-def parts(model: LanguageModel, length: int) -> tuple[Part, ...]:
-    """The embedding, every layer in order, the head: each column adds up to what `measure` says of the whole.
-
-    Equal layers are counted once, so the time does not grow with the depth.
-
-    Raises:
-        ValueError: as `measure`.
-    """
-    if length < 1:
-        raise ValueError(f"length={length} must be at least 1")
-    x = torch.empty(1, length, model.embedding.embedding_dim, dtype=model.embedding.weight.dtype, device="meta")
-    seen: set[int] = set()
-    stateless = 0 if model.causal else None
-    found = [Part("embedding", _new(seen, model.embedding, model.stack.position), 0.0, stateless)]
-    counted: dict[Layer, Part] = {}
-    for layer, block in zip(model.stack.layers, model.stack.blocks, strict=True):
-        if layer not in counted:
-            counted[layer] = _layer(str(layer), block, x, model.causal)
-        found.append(replace(counted[layer], parameters=_new(seen, block)))
-    head = on_meta(model.head)
-    with torch.no_grad(), FlopCounter() as counter:
-        head(x)
-    found.append(Part("head", _new(seen, model.stack.norm, model.head), counter.total / length, stateless))
-    return tuple(found)
-
-
-def _layer(name: str, block: Block, x: Tensor, causal: bool) -> Part:
-    """One layer on [1, T, D], without its parameters."""
-    block = on_meta(block).eval()
-    with torch.no_grad(), FlopCounter() as counter:
-        block(x)
-    state = None
-    if causal:
-        with torch.no_grad(), FlopCounter():
-            state = block.extend(x, block.start(1, x))[1].bytes
-    return Part(name, 0, counter.total / x.shape[1], state, counter.dense)
-
-
-def _new(seen: set[int], *modules: nn.Module) -> int:
-    """Number of parameters that are not in `seen` yet; they are added to it."""
-    fresh = {id(p): p.numel() for module in modules for p in module.parameters() if id(p) not in seen}
-    seen.update(fresh)
-    return sum(fresh.values())
-
-
-def on_meta(model: M) -> M:
-    """The same module without values: no memory is copied."""
-    tensors = [*model.parameters(), *model.buffers()]
-    memo = {
-        id(t): (nn.Parameter(t.to("meta"), t.requires_grad) if isinstance(t, nn.Parameter) else t.to("meta"))
-        for t in tensors
-    }
-    return copy.deepcopy(model, memo)
+    return Cost(model, length)
 
 
 def parameters(model: nn.Module) -> int:
@@ -179,11 +200,7 @@ def _embeddings(model: LanguageModel) -> int:
     return sum(tables.values()) + (0 if position is None else position.weight.numel())
 
 
-def _after(model: LanguageModel, length: int) -> tuple[State, int]:
-    """The state after a prompt of that length, and the FLOPs of one more token."""
-    tokens = torch.empty(1, length, dtype=torch.int64, device="meta")
-    with torch.no_grad(), FlopCounter():
-        _, state = model.prefill(tokens)
-    with torch.no_grad(), FlopCounter() as step:
-        model.extend(tokens[:, :1], state.clone())
-    return state, step.total
+def _unread(table: nn.Embedding) -> int:
+    """The entries that one token does not look up."""
+    return (table.num_embeddings - 1) * table.embedding_dim
+

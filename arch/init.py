@@ -22,7 +22,8 @@ def initialise(model: nn.Module, std: float | None) -> None:
     depth = _residual_depth(model)
     for _, module, name, parameter in own_parameters(model):
         marks = marked(module, name)
-        if "own_init" in marks or not isinstance(module, (nn.Linear, nn.Embedding)):
+        # On meta there are no values to set, and drawing none takes most of the time of building such a model.
+        if "own_init" in marks or not isinstance(module, (nn.Linear, nn.Embedding)) or parameter.is_meta:
             continue
         if name == "bias":
             nn.init.zeros_(parameter)

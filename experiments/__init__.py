@@ -1,3 +1,17 @@
 """Runs: composed from conf, trained with Lightning, logged to MLflow and to a local record."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from arch.language_model import LanguageModel
+
+
+def load(run: str | Path, runs: str | Path = "runs") -> LanguageModel:
+    """The trained model of a run: see `experiments.resume.load`."""
+    # The package is imported by everything in it.
+    from experiments import resume
+
+    return resume.load(run, runs)

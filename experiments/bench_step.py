@@ -21,8 +21,9 @@ from lightning.pytorch.callbacks import Callback
 from torch.nn import functional as F
 
 from experiments import cli, config, module
+from experiments.record import Description
 from experiments.tasks.base import NOT_SCORED, loader
-from experiments.tracking import Description, Tracker
+from experiments.tracking import Tracker, address
 
 # Steps left out at the start of every round.
 WARMING = 10
@@ -71,7 +72,7 @@ def bare(plan: config.Plan) -> Iterator[None]:
 
 def measure(plan: config.Plan, folder: Path) -> tuple[float, float]:
     """CPU milliseconds a step of the framework and of the bare loop."""
-    tracker = Tracker(folder / "run", Description("mha", plan.params, plan.config, {}, ""), folder / "mlflow.db")
+    tracker = Tracker(folder / "run", Description("mha", plan.params, plan.config, {}, ""), address(str(folder), True))
     turns = Turns(bare(plan))
     with module.quiet():
         # Last, so that what the framework's own callbacks do counts as the framework's.

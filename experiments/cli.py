@@ -158,7 +158,11 @@ def composed(name: str, overrides: Sequence[str]) -> dict[str, Any]:
     """The config of a command line, in plain containers, without running anything."""
     register(name)
     with initialize_config_module("conf", version_base="1.3"):
-        return OmegaConf.to_container(compose(_config(name), overrides=list(overrides)))
+        tree = OmegaConf.to_container(compose(_config(name), overrides=list(overrides)))
+    if "match" in tree:
+        # Only a Hydra job can say by itself what was asked for.
+        tree["match"]["command"] = list(overrides)
+    return tree
 
 
 def _config(name: str) -> str:
@@ -166,7 +170,7 @@ def _config(name: str) -> str:
     return "train" if name == "show" else name
 
 
-HELP = """\
+_TRAIN = """\
 Train a stack of sequence mixers on a task, or a grid of stacks, and log quality and complexity side by side.
 
     python -m experiments.train stack=gqa task=mqar seed=0
@@ -177,14 +181,38 @@ Train a stack of sequence mixers on a task, or a grid of stacks, and log quality
         stacks of your own; a layout with spaces stands in quotes
     python -m experiments.train -m +experiment=quickstart
         a grid kept in a file of conf/experiment
+    python -m experiments.train -m stack=mha,gqa match.metric=parameters match.target=1.0e6 match.knob=model.mlp_width
+        equal budgets: the knob is set so that every run has the target within 1% (stack:gqa: what gqa has)
     python -m experiments.train stack=gqa trainer.steps=1000 --cfg job
         print the composed config, run nothing
     python -m experiments.show stack=gemma3 model.d_model=512
-        print the layers with their parameters, FLOPs and state bytes, run nothing
+        print the layers with their parameters, FLOPs and state bytes, run nothing; explain=true: with the formulas
 
 Options are written NAME=VALUE. A run is kept in runs/KEY, whose KEY stands for its options: a finished run is not run
 again. Wrong options end with exit code 2; a run, or one run of a grid, that fails or diverges, with 1.
 
+"""
+_BENCH = """\
+Measure what stacks of sequence mixers take on this machine, at one length or several: a training step, the reading of a
+prompt, a decoded token behind it, memory; beside them what was counted, and how each grows with the length.
+
+    python -m experiments.bench -m stack=mha,window,linear length=512,2048,8192
+        nine cells: a table, and a page with the growth of time and memory, measured and counted
+    python -m experiments.bench stack=gemma3 length=4096 model.d_model=512 batch_size=4
+        one cell
+    python -m experiments.bench -m 'model.layout=mha,linear + mha' length=1024,4096 precision=bf16-mixed
+        stacks of your own; a layout with spaces stands in quotes
+
+A training step is forward, loss and backward, without the optimiser. Each cell has a fresh process for its memory;
+first calls are left out; the stacks of one length take turns, and medians count. A time that would need more FLOPs a
+second than this machine has is refused. Where others use the machine, the table says so; growth on a CPU is fitted to
+CPU time.
+
+Options are written NAME=VALUE. Records are in runs/bench/TIME and in MLflow. Wrong options end with exit code 2; a cell
+that fails, for want of memory too, with 1: the others are still measured.
+
+"""
+_REST = """\
 GROUPS
 {groups}
 
@@ -195,7 +223,16 @@ OPTIONS OF THE MIXERS, as model.mixers.NAME.OPTION=VALUE; they hold for any stac
 MIXERLAB_PLUGINS=FILE.py adds mixers of your own
 {mixers}
 """
-_SECTIONS = ("model/language_model", *(f"task/{task}" for task in tasks.names()), "optimizer/adamw", "trainer/default")
+# What a program's page starts with, its groups besides stack, and the files that its options are in.
+_PAGES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    "train": (
+        _TRAIN,
+        ("task", "optimizer", "trainer", "experiment"),
+        ("model/language_model", *(f"task/{task}" for task in tasks.names()), "optimizer/adamw", "trainer/default",
+         "match/default"),
+    ),
+    "bench": (_BENCH, (), ("model/language_model",)),
+}
 
 
 def register(name: str) -> None:
@@ -209,26 +246,31 @@ def register(name: str) -> None:
 
 def help_page(name: str) -> str:
     """The page of `--help`."""
+    start, more, files = _PAGES[name]
     groups = [
         ("stack=", "a mixer in every layer: " + " ".join(registry.names())),
         ("", "or a published stack, without its size: " + " ".join(config.choices("stack"))),
-        *((f"{group}=", " ".join(config.choices(group))) for group in ("task", "optimizer", "trainer")),
-        ("+experiment=", " ".join(config.choices("experiment"))),
+        *((f"{'+' if group == 'experiment' else ''}{group}=", " ".join(config.choices(group))) for group in more),
     ]
-    options = _options("", name)
-    for file in _SECTIONS:
+    own = OmegaConf.to_container(OmegaConf.load(config.CONF / f"{name}.yaml"))
+    options = _options("", name, {})
+    for file in files:
         group, _, choice = file.partition("/")
         # The other groups have one choice each.
-        options += ["", *([f"  with task={choice}"] if group == "task" else []), *_options(f"{group}.", file)]
+        options += ["", *([f"  with task={choice}"] if group == "task" else [])]
+        options += _options(f"{group}.", file, own.get(group, {}))
     mixers = [(mixer, _spell_all(registry.options(mixer))) for mixer in registry.names()]
-    return HELP.format(groups=_columns(groups), options="\n".join(options), mixers=_columns(mixers))
+    return start + _REST.format(groups=_columns(groups), options="\n".join(options), mixers=_columns(mixers))
 
 
-def _options(prefix: str, file: str) -> list[str]:
-    """A line for every `option: default  # what it is` of a config file."""
+def _options(prefix: str, file: str, instead: Mapping[str, Any]) -> list[str]:
+    """A line for every `option: default  # what it is` of a config file; `instead`: other defaults."""
     text = (config.CONF / f"{file}.yaml").read_text()
     found = re.findall(r"^(\w+): (.+?) +# (.+)$", text, re.MULTILINE)
-    return [f"  {f'{prefix}{option}={default.strip()}':36} {meaning}" for option, default, meaning in found]
+    return [
+        f"  {f'{prefix}{option}={instead.get(option, default.strip())}':36} {meaning}"
+        for option, default, meaning in found
+    ]
 
 
 def _columns(rows: Sequence[tuple[str, str]]) -> str:

@@ -13,7 +13,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from importlib.resources import files
 from typing import Any, Literal
@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from arch import layout
 from arch.language_model import LanguageModel
-from experiments import optim, tasks
+from experiments import matching, optim, tasks
 from experiments.metrics import direction
 from experiments.tasks.base import Task, at_least
 from kernels.backend import BACKENDS
@@ -49,7 +49,10 @@ class Settings:
     seed: int
     sweep: str | None
     runs: str
-    mlflow: bool
+    mlflow: bool | str
+    rerun: Literal["never", "stale", "always"] = "never"
+    resume: str | None = None
+    match: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ class Trainer:
     target: float | None = None
     log_every: int = 50
     checkpoint_every: int | None = None
+    keep_checkpoints: int | None = 2
     precision: Literal[32, 64, "bf16-mixed", "16-mixed"] = 32
     compile: bool = False
     deterministic: bool = False
@@ -82,7 +86,7 @@ class Trainer:
         if (self.steps is None) == (self.tokens is None):
             advice = "trainer.steps=N trainer.tokens=null, or trainer.tokens=N trainer.steps=null"
             raise ValueError(f"trainer: steps={self.steps} and tokens={self.tokens}: set exactly one of them: {advice}")
-        for name in ("steps", "tokens", "patience", "checkpoint_every", "threads"):
+        for name in ("steps", "tokens", "patience", "checkpoint_every", "keep_checkpoints", "threads"):
             if getattr(self, name) is not None:
                 at_least(f"trainer: {name}", getattr(self, name), 1)
         for name in ("batch_size", "accumulate", "validate_every", "log_every"):
@@ -129,6 +133,7 @@ class Plan:
     optimizer: optim.AdamW
     trainer: Trainer
     skeleton: LanguageModel  # on the meta device
+    matched: matching.Matched | None = None
 
     def model(self) -> LanguageModel:
         """The model with its initial weights, a function of the config and the seed."""
@@ -158,12 +163,10 @@ class Plan:
     @cached_property
     def config(self) -> dict[str, Any]:
         """The semantic config in plain containers: all that decides the result; defaults in, unused mixers out."""
-        mixers = {name: _filled(name, options) for name, options in self.skeleton.used.items()}
-        model = defaults(LanguageModel) | self.settings.model | {"n_layers": len(self.layers), "mixers": mixers}
         trainer = asdict(self.trainer)
         return plain({
             "seed": self.settings.seed,
-            "model": model,
+            "model": model_config(self.settings.model, self.skeleton),
             "task": defaults(type(self.task)) | self.settings.task,
             "optimizer": asdict(self.optimizer) | {"name": self.settings.optimizer["name"]},
             "trainer": {"steps": self.steps} | {name: trainer[name] for name in _SEMANTIC},
@@ -188,7 +191,8 @@ class Plan:
             "lr": self.optimizer.lr, "steps": self.steps, "batch_size": self.trainer.batch_size,
         }
         data = self.task.fingerprint()
-        return short | ({"data": data} if data else {}) | flatten(self.config)
+        matched = self.matched.params if self.matched else {}
+        return short | ({"data": data} if data else {}) | matched | flatten(self.config)
 
 
 def plan(tree: Mapping[str, Any]) -> Plan:
@@ -197,17 +201,28 @@ def plan(tree: Mapping[str, Any]) -> Plan:
     Raises:
         ValueError: anything wrong in it; names the option, what it got and what is allowed.
     """
-    try:
-        tree = OmegaConf.to_container(OmegaConf.create(dict(tree)), resolve=True)
-    except OmegaConfBaseException as error:
-        raise ValueError(f"{error.full_key or 'config'}: {str(error).splitlines()[0]}") from None
-    settings = call(Settings, tree, "config")
+    settings = call(Settings, resolved(tree), "config")
     task = _build("task", settings.task, tasks.get)
+    budget = call(matching.Budget, settings.match, "match")
     with torch.device("meta"):
+        model, matched = matching.solve(budget, settings.model, lambda options: _model(options, task), task.length)
+        settings = replace(settings, model=model)
         skeleton = _model(settings.model, task)
     optimizer = _build("optimizer", settings.optimizer, optim.get)
     trainer = call(Trainer, settings.trainer, "trainer")
-    return Plan(settings, task, optimizer, trainer, skeleton)
+    return Plan(settings, task, optimizer, trainer, skeleton, matched)
+
+
+def resolved(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A composed config in plain containers, its ${references} replaced by what they name.
+
+    Raises:
+        ValueError: a reference that leads nowhere.
+    """
+    try:
+        return OmegaConf.to_container(OmegaConf.create(dict(tree)), resolve=True)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{error.full_key or 'config'}: {str(error).splitlines()[0]}") from None
 
 
 def _build(what: str, options: Mapping[str, Any], get: Any) -> Any:
@@ -219,6 +234,12 @@ def _build(what: str, options: Mapping[str, Any], get: Any) -> Any:
 
 def _model(options: Mapping[str, Any], task: Task) -> LanguageModel:
     return call(LanguageModel, options, "model", vocabulary=task.vocabulary)
+
+
+def model_config(options: Mapping[str, Any], model: LanguageModel) -> dict[str, Any]:
+    """All options of a model that was built from some: defaults in, unused mixers out."""
+    mixers = {name: _filled(name, chosen) for name, chosen in model.used.items()}
+    return defaults(LanguageModel) | dict(options) | {"n_layers": len(model.stack.layers), "mixers": mixers}
 
 
 def _filled(name: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import os
 import platform
 import subprocess
@@ -13,6 +15,12 @@ from typing import Any
 
 import torch
 
+import arch
+import experiments
+import kernels
+import mixers
+
+_OURS = (kernels, mixers, arch, experiments)
 _PACKAGES = ("triton", "lightning", "hydra-core", "omegaconf", "mlflow", "numpy", "einops")
 
 
@@ -32,6 +40,16 @@ def environment(options: Mapping[str, Any]) -> dict[str, Any]:
         "commit": _commit(), "uncommitted_changes": bool(_commit() and _git("status", "--porcelain")),
         **options,
     }
+
+
+def code(*classes: type) -> str:
+    """12 hexadecimal digits that stand for the code that a run's result comes from: ours, and that of `classes`."""
+    ours = [path for package in _OURS for path in sorted(Path(package.__file__).parent.rglob("*.py"))]
+    others = {Path(inspect.getsourcefile(cls)) for cls in classes} - set(ours)
+    digest = hashlib.sha256()
+    for path in [*ours, *sorted(others)]:
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def _version(package: str) -> str | None:

@@ -19,6 +19,10 @@ class Clock:
         self.seconds = 0.0
         self._since: float | None = None
 
+    @property
+    def running(self) -> bool:
+        return self._since is not None
+
     def start(self) -> None:
         if self._since is None:
             self._since = self._now()

@@ -51,13 +51,30 @@ METRICS = (
     Metric("eval/<suite>/accuracy", "", "higher", "test accuracy on <suite>"),
     Metric("eval/<suite>/bits_per_byte", "bits a byte", "lower", "test bits per byte on <suite>"),
     Metric("complexity/parameters", "parameters", "lower", "parameters"),
+    Metric("complexity/parameters_active", "parameters", "lower", "parameters that one token reads"),
     Metric("complexity/parameters_without_embeddings", "parameters", "lower", "parameters without embeddings"),
     Metric("complexity/flops_per_token_forward", "FLOPs", "lower", "forward FLOPs a token"),
     Metric("complexity/flops_per_token_train", "FLOPs", "lower", "training FLOPs a token"),
     Metric("complexity/state_bytes_at_<length>", "bytes", "lower", "state after <length> tokens"),
+    Metric("complexity/bf16_state_bytes_at_<length>", "bytes", "lower", "bfloat16 state after <length> tokens"),
+    Metric("complexity/prefill_flops_at_<length>", "FLOPs", "lower", "FLOPs of a prompt of <length>"),
     Metric("complexity/decode_flops_per_token_at_<length>", "FLOPs", "lower", "decoding FLOPs a token after <length>"),
+    Metric("complexity/activation_bytes_at_<length>", "bytes", "lower", "activations of a training row of <length>"),
+    Metric("complexity/attention_bytes_at_<length>", "bytes", "lower", "least memory traffic of attention at <length>"),
+    Metric("complexity/score_bytes_at_<length>", "bytes", "lower", "score matrices at <length>, never written"),
     Metric("measured/train_tokens_per_second", "tokens/s", "higher", "training tokens a second"),
     Metric("measured/peak_memory_bytes", "bytes", "lower", "peak memory"),
+    Metric("measured/train_step_ms", "ms", "lower", "time of a training step"),
+    Metric("measured/train_step_cpu_ms", "ms", "lower", "CPU time of a training step"),
+    Metric("measured/train_step_spread", "", "lower", "spread of the times of a training step"),
+    Metric("measured/train_flops_per_second", "FLOP/s", "higher", "FLOPs a second in a training step"),
+    Metric("measured/prefill_ms_at_<length>", "ms", "lower", "time to read a prompt of <length>"),
+    Metric("measured/prefill_cpu_ms_at_<length>", "ms", "lower", "CPU time to read a prompt of <length>"),
+    Metric("measured/prefill_spread_at_<length>", "", "lower", "spread of the times to read a prompt of <length>"),
+    Metric("measured/decode_cpu_ms_at_<length>", "ms", "lower", "CPU time to decode a token after <length>"),
+    Metric("measured/decode_spread_at_<length>", "", "lower", "spread of the times to decode a token after <length>"),
+    Metric("measured/peak_flops_per_second", "FLOP/s", "higher", "FLOPs a second of the fastest matrix product"),
+    Metric("measured/shared_cores", "cores", "lower", "CPU cores that others kept busy"),
     Metric("measured/decode_ms_at_<length>", "ms", "lower", "time to decode a token after <length>"),
 )
 
@@ -103,7 +120,7 @@ def format_value(name: str, value: float) -> str:
     if unit in ("", "nats a token", "bits a byte"):
         return f"{value:.3f}"
     if unit == "ms":
-        return f"{value:.3g} ms"
+        return f"{value:.3g} ms" if value < 1000 else f"{value:,.0f} ms"
     return _scaled(value, "B" if unit == "bytes" else "")
 
 

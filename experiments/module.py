@@ -11,11 +11,12 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor
 from torch.nn import functional as F
@@ -23,9 +24,11 @@ from torch.utils.data import DataLoader
 
 from arch import cost
 from arch.language_model import LanguageModel
+from experiments.checkpoints import Checkpoint, Saver
 from experiments.config import Plan
 from experiments.measure import Clock, PeakMemory
 from experiments.metrics import direction
+from experiments.signals import on_terminate
 from experiments.tasks.base import NOT_SCORED, Scores, loader
 from experiments.tracking import Tracker
 from kernels import backend
@@ -63,6 +66,8 @@ class Training(L.LightningModule):
         self.counts: list[int] = []
         # Of each suite, in the last evaluation.
         self.scores: list[Scores] = []
+        # Of the checkpoint that training goes on from.
+        self.random: dict[str, Any] | None = None
 
     def configure_model(self) -> None:
         """The inner function is compiled, not this module: gathering labelled positions has data-dependent shapes."""
@@ -77,6 +82,20 @@ class Training(L.LightningModule):
         optimizer = self.plan.optimizer.build(self.net, fused=self.plan.trainer.precision in _PRECISION)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.plan.optimizer.factor(self.plan.steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_train_start(self) -> None:
+        """Going on, take the random state of the checkpoint, and the optimiser's options of the plan."""
+        if self.random is None:
+            return
+        torch.set_rng_state(self.random["cpu"])
+        if self.random["cuda"]:
+            torch.cuda.set_rng_state_all(self.random["cuda"])
+        schedule = self.trainer.lr_scheduler_configs[0].scheduler
+        wanted = self.plan.optimizer.build(self.net).param_groups
+        for group, fresh in zip(schedule.optimizer.param_groups, wanted, strict=True):
+            group |= {name: fresh[name] for name in ("betas", "eps", "weight_decay")}
+            group["lr"] = self.plan.optimizer.lr * self.plan.optimizer.factor(self.plan.steps)(schedule.last_epoch)
+        schedule.base_lrs = [self.plan.optimizer.lr for _ in wanted]
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Find the labelled positions while the batch is on the CPU: on a GPU the step would wait for the device."""
@@ -130,8 +149,12 @@ class Training(L.LightningModule):
         return {f"val/{name}": value for name, value in together.result().items()}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """The config goes along, in plain containers: anything else would block torch.load(weights_only=True)."""
-        checkpoint |= {"config": self.plan.config, "tokens": self.tokens}
+        """All that is not Lightning's, in plain containers: others would block torch.load(weights_only=True)."""
+        random = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
+        checkpoint |= {"config": self.plan.config, "key": self.plan.key, "tokens": self.tokens, "random": random}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.tokens, self.random = checkpoint["tokens"], checkpoint["random"]
 
 
 class Recorder(Callback):
@@ -145,14 +168,19 @@ class Recorder(Callback):
         self.values: dict[str, float] = {}  # the last value of each metric
         self.pointed = self.validated = 0  # the steps of the last point and validation
         self.warming = min(WARMING_STEPS, max(1, plan.steps // 10))
-        self.warmed = 0  # tokens seen before the clock ran
+        self.first = 0  # the step that this process began with
+        self.warmed: int | None = None  # tokens seen before the clock ran
+        self.timed = (0, 0.0)  # tokens and seconds on the clocks of earlier processes
+        self.clock: Clock | None = None
+        self.memory_bytes: int | None = None
 
     def on_train_start(self, trainer: L.Trainer, module: Training) -> None:
+        self.first = trainer.global_step
         self.clock, self.memory = Clock(module.device), PeakMemory(module.device)
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Training, *_: Any) -> None:
         step = trainer.global_step
-        if step == self.warming and not self.warmed:
+        if step == self.first + self.warming and self.warmed is None:
             self.warmed = module.tokens
             self.clock.start()
         if step % self.plan.trainer.log_every == 0 and step != self.pointed:
@@ -162,20 +190,53 @@ class Recorder(Callback):
                 self.tell(step)
 
     def on_validation_start(self, trainer: L.Trainer, module: Training) -> None:
-        self.clock.stop()
+        if self.clock:
+            self.clock.stop()
 
     def on_validation_end(self, trainer: L.Trainer, module: Training) -> None:
         self.point(trainer.global_step, module)
         self.validated = trainer.global_step
         self.keep(trainer.global_step, module.tokens, module.validation())
         self.tell(trainer.global_step)
-        if trainer.state.fn == "fit" and self.warmed:
+        if trainer.state.fn == "fit" and self.warmed is not None:
             self.clock.start()
 
     def on_train_end(self, trainer: L.Trainer, module: Training) -> None:
         self.clock.stop()
-        self.memory_bytes = self.memory.bytes()
+        self.memory_bytes = self.peak()
         self.point(trainer.global_step, module)
+
+    def on_save_checkpoint(self, trainer: L.Trainer, module: Training, checkpoint: dict[str, Any]) -> None:
+        losses, counts = zip(*module.window, strict=True) if module.window else ((), ())
+        checkpoint["position"] = asdict(self.tracker.record.position(trainer.global_step))
+        checkpoint["recorder"] = {
+            "values": self.values, "pointed": self.pointed, "validated": self.validated,
+            "timed": list(self.so_far(module)), "memory_bytes": self.peak(),
+            "losses": [loss.cpu() for loss in losses], "counts": list(counts),
+        }
+
+    def on_load_checkpoint(self, trainer: L.Trainer, module: Training, checkpoint: dict[str, Any]) -> None:
+        kept = checkpoint["recorder"]
+        self.values, self.pointed, self.validated = dict(kept["values"]), kept["pointed"], kept["validated"]
+        self.timed, self.memory_bytes = tuple(kept["timed"]), kept["memory_bytes"]
+        losses = [loss.to(module.device) for loss in kept["losses"]]
+        module.window = list(zip(losses, kept["counts"], strict=True))
+
+    def peak(self) -> int | None:
+        """The highest memory, also of earlier processes of this run."""
+        now = self.memory.bytes() if self.clock else None
+        return max((value for value in (now, self.memory_bytes) if value is not None), default=None)
+
+    def so_far(self, module: Training) -> tuple[int, float]:
+        """Tokens and seconds of training on the clock, also of earlier processes of this run."""
+        tokens, seconds = self.timed
+        if self.clock is None or self.warmed is None:
+            return tokens, seconds
+        running = self.clock.running
+        self.clock.stop()
+        if running:
+            self.clock.start()
+        return tokens + module.tokens - self.warmed, seconds + self.clock.seconds
 
     def point(self, step: int, module: Training) -> None:
         """`train/loss`: the mean over the labelled tokens since the last point."""
@@ -208,8 +269,9 @@ class Recorder(Callback):
     def measured(self, module: Training) -> dict[str, float]:
         """Throughput of the training steps alone, without the first ones and without validation, and peak memory."""
         measured: dict[str, float] = {}
-        if self.clock.seconds and module.tokens > self.warmed:
-            measured["measured/train_tokens_per_second"] = (module.tokens - self.warmed) / self.clock.seconds
+        tokens, seconds = self.so_far(module)
+        if tokens and seconds:
+            measured["measured/train_tokens_per_second"] = tokens / seconds
         if self.memory_bytes is not None:
             measured["measured/peak_memory_bytes"] = self.memory_bytes
         return measured
@@ -223,6 +285,11 @@ class EarlyStop(Callback):
         self.sign = -1.0 if direction(self.options.monitor) == "lower" else 1.0
         self.best: float | None = None
         self.bad = 0
+        self.stopped = False
+
+    def on_train_start(self, trainer: L.Trainer, module: Training) -> None:
+        # A run that had stopped, and was interrupted before it was tested.
+        trainer.should_stop |= self.stopped
 
     def on_validation_end(self, trainer: L.Trainer, module: Training) -> None:
         value = self.recorder.values.get(self.options.monitor)
@@ -239,36 +306,42 @@ class EarlyStop(Callback):
 
     def stop(self, trainer: L.Trainer, why: str) -> None:
         if trainer.state.fn == "fit" and trainer.global_step < trainer.max_steps:
-            trainer.should_stop = True
+            trainer.should_stop = self.stopped = True
             self.recorder.say(f"stopped early: {why}")
 
     # Part of a checkpoint.
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "bad": self.bad}
+        return {"best": self.best, "bad": self.bad, "stopped": self.stopped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.best, self.bad = state["best"], state["bad"]
+        self.best, self.bad, self.stopped = state["best"], state["bad"], state["stopped"]
 
 
-def train(plan: Plan, tracker: Tracker, say: Callable[[str], None]) -> dict[str, float]:
+def train(
+    plan: Plan, tracker: Tracker, say: Callable[[str], None], start: Checkpoint | None = None
+) -> dict[str, float]:
     """Train, validate and test one run.
 
     Args:
         say: gets the progress lines.
+        start: where the run goes on.
     Returns:
         The last value of every metric.
     Raises:
         Diverged: a loss was not finite.
+        Terminated: the process was asked to end; there is a checkpoint of what was done.
+        OSError, RuntimeError: the last checkpoint could not be written.
     """
     recorder = Recorder(plan, tracker, say)
-    recorder.keep(0, 0, cost.measure(plan.skeleton, plan.task.length).metrics())
+    if start is None or start.content["key"] != plan.key:
+        at = (0, 0) if start is None else (start.position.step, start.content["tokens"])
+        recorder.keep(*at, cost.measure(plan.skeleton, plan.task.length).metrics())
     suites = {split: plan.task.suites(split) for split in ("validation", "test")}
     validation, test = (
         [loader(suite, plan.trainer.batch_size) for suite in named.values()] for named in suites.values()
     )
     with quiet():
-        trainer, module = fit(plan, tracker, recorder, validation)
-        trainer.save_checkpoint(tracker.checkpoints / "last.ckpt")
+        trainer, module = fit(plan, tracker, recorder, validation, start=start)
         if recorder.validated != trainer.global_step:
             trainer.validate(module, validation, verbose=False)
         trainer.test(module, test, verbose=False)
@@ -279,15 +352,22 @@ def train(plan: Plan, tracker: Tracker, say: Callable[[str], None]) -> dict[str,
 
 
 def fit(plan: Plan, tracker: Tracker, recorder: Recorder, validation: Sequence[DataLoader],
-        callbacks: Sequence[Callback] = ()) -> tuple[L.Trainer, Training]:
-    """The training alone."""
+        callbacks: Sequence[Callback] = (), start: Checkpoint | None = None) -> tuple[L.Trainer, Training]:
+    """The training alone, up to its last checkpoint."""
     options = plan.trainer
     torch.set_num_threads(options.cpu_threads)
     backend.use(options.backend)
-    module = Training(plan.model(), plan)
-    rows = plan.task.train_dataset(plan.settings.seed, plan.steps * options.accumulate * options.batch_size)
-    trainer = _trainer(plan, tracker, [recorder, *callbacks, *_stopping(plan, recorder), *_saving(plan, tracker)])
-    trainer.fit(module, loader(rows, options.batch_size, workers=options.workers), validation)
+    module, saver = Training(plan.model(), plan), Saver(plan, tracker.record)
+    a_step = options.accumulate * options.batch_size
+    rows = plan.task.train_dataset(plan.settings.seed, plan.steps * a_step)
+    done = start.position.step * a_step if start else 0
+    # The saver comes last: what the others do at a step belongs to its checkpoint.
+    trainer = _trainer(plan, tracker, [recorder, *callbacks, *_stopping(plan, recorder), saver])
+    with on_terminate(saver.ask_to_end):
+        trainer.fit(module, loader(rows, options.batch_size, done, options.workers), validation,
+                    ckpt_path=start and start.path, weights_only=True)
+        if saver.saved != trainer.global_step:
+            saver.save(trainer)
     return trainer, module
 
 
@@ -303,20 +383,14 @@ def _trainer(plan: Plan, tracker: Tracker, callbacks: list[Callback]) -> L.Train
         check_val_every_n_epoch=None, num_sanity_val_steps=0,
         # Tables of sines that a mixer keeps must not be made in inference mode: training could not use them.
         inference_mode=False,
-        callbacks=callbacks, enable_checkpointing=options.checkpoint_every is not None, default_root_dir=tracker.folder,
+        # Ours is the saver.
+        callbacks=callbacks, enable_checkpointing=False, default_root_dir=tracker.folder,
         logger=False, enable_progress_bar=False, enable_model_summary=False,
     )
 
 
 def _stopping(plan: Plan, recorder: Recorder) -> list[Callback]:
     return [] if plan.trainer.patience is None and plan.trainer.target is None else [EarlyStop(plan, recorder)]
-
-
-def _saving(plan: Plan, tracker: Tracker) -> list[Callback]:
-    every = plan.trainer.checkpoint_every
-    if every is None:
-        return []
-    return [ModelCheckpoint(tracker.checkpoints, "{step}", every_n_train_steps=every, save_top_k=-1)]
 
 
 @contextmanager

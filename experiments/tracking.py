@@ -1,225 +1,166 @@
-"""What is kept of a run: the local record, and MLflow beside it. No other file touches MLflow.
+"""MLflow beside the local record. No other file touches MLflow.
 
-The local record is the truth: a folder of plain files, always written.
-
-    config.yaml       the semantic config
-    environment.json  versions, commit, device, threads, precision
-    params.json       what runs are told apart and grouped by
-    metrics.jsonl     {"step", "tokens", "metrics"}, one line an event
-    status.json       RUNNING, FINISHED, FAILED or DIVERGED, with reason and times
-    log.txt           the traceback of a failure
-    checkpoints/
-
-MLflow gets the same: a run's params, its metrics over training tokens, its config and environment as artifacts, its
-status. A problem with it is said once and never stops the training; what could not be sent is tried again at the end. A
-number that is not finite reaches neither of them.
+MLflow gets what the record has: a run's params, its metrics over training tokens, its config and environment as
+artifacts, its status. A problem with it is said once and never stops the training; at the end, and whenever `python -m
+experiments.sync` is called, what is missing is sent. What is there already is not sent again, so that no step is in a
+curve twice. A number that is not finite reaches neither of them.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
-import math
 import os
 import re
-import shutil
 import sqlite3
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from filelock import FileLock
-from omegaconf import OmegaConf
 
 from experiments.metrics import legal
+from experiments.record import (
+    Description,
+    Outcome,
+    Position,
+    Record,
+    Status,
+    read_description,
+    read_events,
+    read_status,
+    write_status,
+)
 
 EXPERIMENT = "mixerlab"
 # MLflow's limits (mlflow.utils.validation); the params and tags of one request, and the metrics.
 MAX_KEY, MAX_PARAM, MAX_TAG, MAX_PARAMS, MAX_METRICS = 250, 6000, 8000, 100, 1000
+# A server that is away answers no sooner for being asked seven times, as is MLflow's habit.
+_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
+             "MLFLOW_HTTP_REQUEST_TIMEOUT": "30"}
 
-Outcome = Literal["FINISHED", "FAILED", "DIVERGED"]
-
-
-@dataclass(frozen=True)
-class Status:
-    """status.json. Times are ISO 8601 with their zone; the rest is None while the run is on.
-
-    `sweep` is the one that made the run, `sweeps` all that it belongs to: a finished run is not made again for another.
-    """
-
-    status: Literal["RUNNING", "FINISHED", "FAILED", "DIVERGED"]
-    started: str
-    command: str
-    sweep: str | None = None
-    sweeps: list[str] = field(default_factory=list)
-    reason: str | None = None
-    ended: str | None = None
-    seconds: float | None = None
-    mlflow_run_id: str | None = None
-
-
-@dataclass(frozen=True)
-class Description:
-    """What a run is, known before it starts."""
-
-    label: str
-    params: Mapping[str, Any]
-    config: Mapping[str, Any]
-    environment: Mapping[str, Any]
-    command: str
-    sweep: str | None = None
+# (metric, tokens, value)
+Point = tuple[str, int, float]
 
 
 class Tracker:
-    """Writes one run to its folder and, where `database` is given, to MLflow."""
+    """Writes one run to its record and, where `uri` is given, to MLflow.
 
-    def __init__(self, folder: Path, description: Description, database: Path | None = None) -> None:
-        """Starts the record, RUNNING from now on. What an earlier try left in the folder is removed.
+    Args:
+        uri: of MLflow's database or server.
+        resume: where the record goes on; None starts a new one.
+    Raises:
+        OSError: the folder cannot be written.
+    """
 
-        Raises:
-            OSError: the folder cannot be written.
-        """
-        self.folder = folder
-        self.started = time.time()
+    def __init__(
+        self, folder: Path, description: Description, uri: str | None = None, resume: Position | None = None
+    ) -> None:
         previous = read_status(folder)
-        shutil.rmtree(folder, ignore_errors=True)
-        self.checkpoints.mkdir(parents=True)
-        self._write(description)
-        self.mlflow = Mirror(database, folder, description, previous and previous.mlflow_run_id) if database else None
-        sweeps = [description.sweep] if description.sweep else []
-        self.status = Status("RUNNING", _iso(self.started), description.command, description.sweep, sweeps,
-                             mlflow_run_id=self.mlflow and self.mlflow.run_id)
-        write_status(folder, self.status)
+        self.record = Record(folder, description, resume)
+        self.mlflow = Mirror(uri, folder, description) if uri else None
+        if self.mlflow:
+            self.mlflow.start(previous and previous.mlflow_run_id, go_on=resume is not None)
+            self.record.update(mlflow_run_id=self.mlflow.run_id)
 
     @property
-    def checkpoints(self) -> Path:
-        return self.folder / "checkpoints"
+    def folder(self) -> Path:
+        return self.record.folder
 
     def log(self, step: int, tokens: int, metrics: Mapping[str, float]) -> None:
         """One event, at `tokens` training tokens seen. Numbers that are not finite are left out."""
-        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
-        if not finite:
-            return
-        with (self.folder / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"step": step, "tokens": tokens, "metrics": finite}) + "\n")
-        if self.mlflow:
-            self.mlflow.log(tokens, finite)
+        event = self.record.log(step, tokens, metrics)
+        if event and self.mlflow:
+            self.mlflow.log(event)
 
     def finish(self, outcome: Outcome, reason: str | None = None, traceback: str | None = None) -> Status:
-        """Closes the record and the MLflow run."""
-        if traceback:
-            (self.folder / "log.txt").write_text(traceback)
+        """Close the record and the MLflow run.
+
+        Raises:
+            OSError: the record cannot be written; it then says that the run is interrupted.
+        """
         if self.mlflow:
             self.mlflow.finish(outcome, reason)
-        ended = time.time()
-        self.status = Status(**asdict(self.status) | {
-            "status": outcome, "reason": reason, "ended": _iso(ended), "seconds": round(ended - self.started, 3),
-            "mlflow_run_id": self.mlflow and self.mlflow.run_id})
-        write_status(self.folder, self.status)
-        return self.status
-
-    def _write(self, description: Description) -> None:
-        (self.folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(dict(description.config))))
-        for name in ("params", "environment"):
-            (self.folder / f"{name}.json").write_text(json.dumps(getattr(description, name), indent=1))
-
-
-def join_sweep(folder: Path, sweep: str, database: Path | None) -> None:
-    """Say that a finished run belongs to one more sweep, in its record and in the tag `sweeps` of its MLflow run."""
-    status = read_status(folder)
-    if status is None or sweep in status.sweeps:
-        return
-    status = replace(status, sweeps=[*status.sweeps, sweep])
-    write_status(folder, status)
-    if database and status.mlflow_run_id:
-        try:
-            connect(database)[0].set_tag(status.mlflow_run_id, "sweeps", cut(", ".join(status.sweeps), MAX_TAG))
-        except Exception as error:
-            _warn_once(error)
-
-
-def read_status(folder: Path) -> Status | None:
-    """The status of the run in a folder; None where there is none that can be read."""
-    try:
-        return Status(**json.loads((folder / "status.json").read_text()))
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-def write_status(folder: Path, status: Status) -> None:
-    """Replaces status.json in one step: a reader never sees half of it."""
-    new = folder / f".status-{os.getpid()}.json"
-    with new.open("w") as file:
-        json.dump(asdict(status), file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(folder / "status.json")
-
-
-def _iso(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).astimezone().isoformat(timespec="seconds")
+        run_id = self.mlflow.run_id if self.mlflow else self.record.status.mlflow_run_id
+        return self.record.finish(outcome, reason, traceback, run_id)
 
 
 class Mirror:
-    """One MLflow run that is best effort: after the first failure it only collects, and `finish` tries once more."""
+    """The MLflow run of one record, best effort: after a failure it is left alone until `finish`, which tries again.
 
-    def __init__(self, database: Path, folder: Path, description: Description, replaces: str | None) -> None:
-        self.run_id: str | None = None
+    Attributes:
+        run_id: of the MLflow run, once there is one.
+    """
+
+    def __init__(self, uri: str, folder: Path, about: Description, run_id: str | None = None) -> None:
+        self.uri, self.folder, self.about, self.run_id = uri, folder, about, run_id
         self.broken = False
-        self.queue: list[Callable[[], None]] = []
-        self.database, self.folder, self.description = database, folder, description
-        self._do(lambda: self._open(replaces))
+        self.sent: set[Point] = set()
 
-    def log(self, tokens: int, metrics: Mapping[str, float]) -> None:
-        """Metrics at `tokens`, the step of MLflow's curves."""
-        now = int(time.time() * 1000)
-        self._do(lambda: self._send_metrics(tokens, metrics, now))
-
-    def finish(self, outcome: Outcome, reason: str | None) -> None:
-        """The run's end; MLflow knows no DIVERGED, so that is FAILED with a tag."""
-        self._do(lambda: self._close(outcome, reason))
-        if self.broken:
-            self.broken = False
-            self._do(lambda: None)
-
-    def _do(self, task: Callable[[], None]) -> None:
-        """Runs what waits and then `task`, in order; on trouble says so once and keeps the rest for the end."""
-        self.queue.append(task)
-        if self.broken:
-            return
+    def start(self, known: str | None, go_on: bool) -> None:
+        """Open the run: the one that the record had so far where it goes on; else a new one in place of that."""
         try:
-            while self.queue:
-                self.queue[0]()
-                self.queue.pop(0)
+            self._connect()
+            earlier = self._earlier(known)
+            if go_on and earlier:
+                self.run_id = earlier[0]
+            for stale in earlier[1:] if go_on else earlier:
+                self.client.delete_run(stale)
+            self._describe()
+            self._remember()
+            self._reopen()
+            if go_on:
+                # Earlier processes may have had another server, or none.
+                self._send(read_events(self.folder))
         # Whatever a database, a server or a full disk can raise: the local record goes on without it.
         except Exception as error:
-            self.broken = True
-            _warn_once(error)
+            self._give_up(error)
 
-    def _open(self, replaces: str | None) -> None:
-        self.client, experiment = connect(self.database)
-        # The local record of an earlier try of the same run is gone, so its MLflow run goes to the bin with it.
-        if replaces and self._exists(replaces):
-            self.client.delete_run(replaces)
-        # A second try, after trouble, goes on with the run that the first one made.
-        self.run_id = self.run_id or self._create(experiment)
-        self._send_params(self.description.params)
-        for file in ("config.yaml", "environment.json"):
-            self.client.log_artifact(self.run_id, str(self.folder / file))
+    def log(self, event: Mapping[str, Any]) -> None:
+        """Send one event of the record."""
+        if not self.broken:
+            try:
+                self._send([event])
+            except Exception as error:
+                self._give_up(error)
 
-    def _create(self, experiment: str) -> str:
-        about = self.description
-        tags = {"outcome": "RUNNING", "run_key": self.folder.name, "command": about.command,
-                "sweep": about.sweep, "sweeps": about.sweep}
-        tags = {name: cut(value, MAX_TAG) for name, value in tags.items() if value}
-        name = f"{about.label} seed {about.params.get('seed')}"
-        return self.client.create_run(experiment, run_name=name, tags=tags).info.run_id
+    def finish(self, outcome: Outcome, reason: str | None) -> None:
+        """The run's end, after all that MLflow missed."""
+        try:
+            if self.broken:
+                self.upload()
+            self.close(outcome, reason)
+        except Exception as error:
+            self._give_up(error)
+
+    def upload(self) -> int:
+        """Send all that MLflow lacks of the record, and return how many points that were.
+
+        Raises:
+            Exception: whatever MLflow raises.
+        """
+        self._connect()
+        self.run_id = next(iter(self._earlier(self.run_id)), None)
+        self._describe()
+        self._remember()
+        return self._send(read_events(self.folder))
+
+    def _give_up(self, error: Exception) -> None:
+        self.broken = True
+        _warn_once(error)
+
+    def _connect(self) -> None:
+        self.client, self.experiment = connect(self.uri)
+
+    def _earlier(self, known: str | None) -> list[str]:
+        """The runs of this record, `known` first. A process may die before it could write down which one it made."""
+        key = self.about.key or self.folder.name
+        found = self.client.search_runs([self.experiment], f"tags.run_key = '{key}'")
+        ids = [run.info.run_id for run in found]
+        return [known, *(i for i in ids if i != known)] if known and self._exists(known) else ids
 
     def _exists(self, run_id: str) -> bool:
         from mlflow.exceptions import MlflowException
@@ -229,51 +170,160 @@ class Mirror:
         except MlflowException:
             return False
 
-    def _send_params(self, params: Mapping[str, Any]) -> None:
-        from mlflow.entities import Param
+    def _describe(self) -> None:
+        """Make the run where there is none; params, tags and artifacts."""
+        about, status = self.about, read_status(self.folder)
+        sweeps = status.sweeps if status else [about.sweep] if about.sweep else []
+        tags = {"run_key": about.key or self.folder.name, "command": about.command,
+                "sweep": about.sweep, "sweeps": ", ".join(sweeps)}
+        tags = {name: cut(value, MAX_TAG) for name, value in tags.items() if value}
+        if self.run_id is None:
+            self.run_id = self.client.create_run(self.experiment, run_name=about.name, tags=tags).info.run_id
+        self._send_params(self.client.get_run(self.run_id).data.params, tags)
+        for file in ("config.yaml", "environment.json"):
+            self.client.log_artifact(self.run_id, str(self.folder / file))
 
-        entities = [Param(safe(name), cut(str(value), MAX_PARAM)) for name, value in params.items()]
-        for start in range(0, len(entities), MAX_PARAMS):
-            self.client.log_batch(self.run_id, params=entities[start:start + MAX_PARAMS])
+    def _send_params(self, there: Mapping[str, str], tags: Mapping[str, str]) -> None:
+        """What is not there yet. MLflow lets no param change, so of a changed one a tag `changed.NAME` tells."""
+        from mlflow.entities import Param, RunTag
 
-    def _send_metrics(self, tokens: int, metrics: Mapping[str, float], now: int) -> None:
+        wanted = {safe(name): cut(str(value), MAX_PARAM) for name, value in self.about.params.items()}
+        changed = {f"changed.{name}"[:MAX_KEY]: cut(value, MAX_TAG) for name, value in wanted.items()
+                   if there.get(name, value) != value}
+        params = [Param(name, value) for name, value in wanted.items() if name not in there]
+        entries = [RunTag(name, value) for name, value in (tags | changed).items()]
+        for start in range(0, max(len(params), len(entries)), MAX_PARAMS):
+            part = slice(start, start + MAX_PARAMS)
+            self.client.log_batch(self.run_id, params=params[part], tags=entries[part])
+
+    def _remember(self) -> None:
+        """The points that are in MLflow already."""
+        names = self.client.get_run(self.run_id).data.metrics
+        self.sent = {(name, point.step, point.value) for name in names
+                     for point in self.client.get_metric_history(self.run_id, name)}
+
+    def _send(self, events: Iterable[Mapping[str, Any]]) -> int:
+        """Metrics at their tokens, the step of MLflow's curves."""
         from mlflow.entities import Metric
 
-        entities = [Metric(safe(name), value, now, tokens) for name, value in metrics.items()]
+        points = {(safe(name), event["tokens"], value): int(1000 * event["time"])
+                  for event in events for name, value in event["metrics"].items()}
+        new = [(point, milliseconds) for point, milliseconds in points.items() if point not in self.sent]
+        entities = [Metric(name, value, milliseconds, tokens) for (name, tokens, value), milliseconds in new]
         for start in range(0, len(entities), MAX_METRICS):
             self.client.log_batch(self.run_id, metrics=entities[start:start + MAX_METRICS])
+        self.sent |= {point for point, _ in new}
+        return len(new)
 
-    def _close(self, outcome: Outcome, reason: str | None) -> None:
+    def _reopen(self) -> None:
+        """The run is on, whatever became of it before."""
+        self.client.update_run(self.run_id, status="RUNNING")
+        self.client.set_tag(self.run_id, "outcome", "RUNNING")
+        if "reason" in self.client.get_run(self.run_id).data.tags:
+            self.client.delete_tag(self.run_id, "reason")
+
+    def close(self, outcome: Outcome, reason: str | None) -> None:
+        """Say how the run ended. MLflow knows no DIVERGED: that is FAILED, with a tag."""
         self.client.set_tag(self.run_id, "outcome", outcome)
         if reason:
             self.client.set_tag(self.run_id, "reason", cut(reason, MAX_TAG))
-        self.client.set_terminated(self.run_id, "FINISHED" if outcome == "FINISHED" else "FAILED")
+        self.client.set_terminated(self.run_id, "FAILED" if outcome == "DIVERGED" else outcome)
+
+def upload(folder: Path, uri: str) -> int:
+    """Bring the MLflow run of a record that nobody works on up to date; returns how many points it lacked.
+
+    Raises:
+        ValueError: no whole record.
+        Exception: whatever MLflow raises.
+    """
+    status, about = read_status(folder), read_description(folder)
+    mirror = Mirror(uri, folder, about, status.mlflow_run_id)
+    points = mirror.upload()
+    mirror.close(status.status, status.reason)
+    write_status(folder, replace(status, mlflow_run_id=mirror.run_id))
+    return points
 
 
-def connect(database: Path) -> tuple[Any, str]:
-    """A client of the sqlite file, made where missing, and the id of our experiment in it.
+def join_sweep(folder: Path, sweep: str, uri: str | None) -> None:
+    """Say that a finished run belongs to one more sweep, in its record and in the tag `sweeps` of its MLflow run."""
+    status = read_status(folder)
+    if status is None or sweep in status.sweeps:
+        return
+    status = replace(status, sweeps=[*status.sweeps, sweep])
+    write_status(folder, status)
+    if uri and status.mlflow_run_id:
+        try:
+            connect(uri)[0].set_tag(status.mlflow_run_id, "sweeps", cut(", ".join(status.sweeps), MAX_TAG))
+        except Exception as error:
+            _warn_once(error)
+
+
+def address(runs: str, wanted: bool | str) -> str | None:
+    """The URI that the option `mlflow` stands for: true is a database in the runs folder, false is none.
+
+    Raises:
+        ValueError: a text that is no URI.
+    """
+    if isinstance(wanted, str):
+        if "://" not in wanted:
+            raise ValueError(f"mlflow={wanted!r} must be true, false or a URI such as http://127.0.0.1:5000")
+        return wanted
+    return f"sqlite:///{(Path(runs) / 'mlflow.db').absolute()}" if wanted else None
+
+
+def connect(uri: str) -> tuple[Any, str]:
+    """A client of a database or server, and the id of our experiment in it; a sqlite file is made where missing.
 
     Safe to call from many processes at once on an empty folder.
     """
     # MLflow's own usage statistics; it reads these when it is imported.
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    os.environ.setdefault("DO_NOT_TRACK", "true")
+    for name, value in ({"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"} | _PATIENCE).items():
+        os.environ.setdefault(name, value)
     from mlflow.tracking import MlflowClient
 
-    # Importing MLflow sets the levels of its loggers.
-    for chatty in ("mlflow", "alembic"):
-        logging.getLogger(chatty).setLevel(logging.ERROR)
+    # Importing MLflow sets the levels of its loggers. What they say of a failure is in its exception too.
+    for chatty in ("mlflow", "alembic", "sqlalchemy.pool"):
+        logging.getLogger(chatty).setLevel(logging.CRITICAL)
+    if not uri.startswith("sqlite:///"):
+        client = MlflowClient(uri)
+        return client, _experiment(client, None)
+    database = Path(uri.removeprefix("sqlite:///")).absolute()
     database.parent.mkdir(parents=True, exist_ok=True)
     # MLflow creates its tables and looks for its experiment without a lock, and of several processes some crash.
     with FileLock(database.with_suffix(".lock")):
+        if not database.exists():
+            _create(database)
         # First: a file that cannot be opened fails here at once, in MLflow after minutes.
         _write_ahead(database)
-        client = MlflowClient(f"sqlite:///{database.absolute()}")
-        found = client.get_experiment_by_name(EXPERIMENT)
+        client = MlflowClient(f"sqlite:///{database}")
         # The default location is relative to the folder in which the process happens to run.
-        folder = (database.parent / "artifacts").absolute()
-        experiment = found.experiment_id if found else client.create_experiment(EXPERIMENT, folder.as_uri())
-    return client, experiment
+        return client, _experiment(client, (database.parent / "artifacts").as_uri())
+
+
+def _create(database: Path) -> None:
+    """A new database, in one step: MLflow cannot go on with one whose making was interrupted."""
+    from mlflow.tracking import MlflowClient
+
+    new = database.with_name(f".{database.name}-new")
+    for part in ("", "-journal"):
+        Path(f"{new}{part}").unlink(missing_ok=True)
+    MlflowClient(f"sqlite:///{new}").get_experiment_by_name(EXPERIMENT)
+    new.rename(database)
+
+
+def _experiment(client: Any, artifacts: str | None) -> str:
+    """The id of our experiment, made where missing; several processes may ask for it at once."""
+    from mlflow.exceptions import MlflowException
+
+    found = client.get_experiment_by_name(EXPERIMENT)
+    if found is None:
+        try:
+            return client.create_experiment(EXPERIMENT, artifacts)
+        except MlflowException:
+            found = client.get_experiment_by_name(EXPERIMENT)
+            if found is None:
+                raise
+    return found.experiment_id
 
 
 def _write_ahead(database: Path) -> None:
@@ -325,5 +375,6 @@ def _warn_once(error: Exception) -> None:
     if not _warned:
         first = (str(error).strip().splitlines() or [""])[0]
         reason = f"{type(error).__name__}: {first}"
-        print(f"warning: MLflow fails, the local records go on without it: {reason}", file=sys.stderr, flush=True)
+        print(f"warning: MLflow fails, the local records go on without it: {reason}; python -m "
+              "experiments.sync sends what is missing later", file=sys.stderr, flush=True)
     _warned = True

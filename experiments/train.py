@@ -12,8 +12,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from experiments import cli, runs
+from experiments.outcomes import Grid, Outcome, table
+from experiments.signals import Terminated, on_terminate
 
-_alone: list[runs.Outcome] = []
+_alone: list[Outcome] = []
 _mistakes: list[runs.ConfigError] = []
 
 
@@ -23,7 +25,8 @@ def _job(composed: DictConfig) -> None:
     settings = HydraConfig.get()
     alone = settings.mode != RunMode.MULTIRUN
     try:
-        outcome = runs.execute(OmegaConf.to_container(composed), _command(list(settings.overrides.task)), alone=alone)
+        words = list(settings.overrides.task)
+        outcome = runs.execute(OmegaConf.to_container(composed), _command(words), alone=alone, overrides=words)
     except runs.ConfigError as error:
         # Hydra would print a line of its own above ours.
         _mistakes.append(error)
@@ -31,7 +34,7 @@ def _job(composed: DictConfig) -> None:
     if alone:
         _alone.append(outcome)
     else:
-        runs.Grid.add(Path(settings.sweep.dir), outcome)
+        Grid.add(Path(settings.sweep.dir), outcome)
 
 
 def _command(overrides: list[str]) -> str:
@@ -48,17 +51,20 @@ def _start() -> None:
 
 
 def main() -> int:
-    """The exit code: 0; 1 where a run failed or diverged; 2 after a mistake in the options; 130 after Ctrl-C."""
+    """The exit code: 0; 1 where a run failed or diverged; 2 after a mistake; 130 after Ctrl-C, 143 after SIGTERM."""
     _alone.clear()
     _mistakes.clear()
-    runs.Grid.folder = None
+    Grid.folder = None
     try:
-        code = cli.run(_start, "train")
+        with on_terminate():
+            code = cli.run(_start, "train")
     except KeyboardInterrupt:
         code = 130
-    outcomes = runs.Grid.outcomes()
+    except Terminated:
+        code = 143
+    outcomes = Grid.outcomes()
     if outcomes:
-        print(f"\n{runs.table(outcomes)}", flush=True)
+        print(f"\n{table(outcomes)}", flush=True)
     ended = _alone if outcomes is None else outcomes
     return code or int(not all(outcome.good for outcome in ended))
 

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels import backend
-from kernels.attention.op import attention, attention_flops
+from kernels.attention.op import attention, attention_flops, moved_bytes
 from kernels.record import rewrite
 
 HEADS, GROUPS, TOKENS = 32, 8, 16_384
@@ -52,10 +52,11 @@ class Problem:
         made = [torch.randn(self.batch, *s, self.width, device="cuda", dtype=torch.bfloat16) for s in shapes]
         return [t.requires_grad_(self.backward) for t in made[:3]] + made[3:]
 
-    def flops(self, q: Tensor, k: Tensor) -> float:
-        """Of the visible pairs."""
-        forward = attention_flops(q.shape, k.shape, k.shape, True, self.window)
-        return forward * (2.5 if self.backward else 1)
+    def work(self) -> tuple[float, int]:
+        """FLOPs of the visible pairs, and the bytes that must move at least, in the backward pass twice as many."""
+        q, k = (self.batch, self.queries, HEADS, self.width), (self.batch, self.keys, GROUPS, self.width)
+        forward, moved = attention_flops(q, k, k, True, self.window).value, moved_bytes(q, k, k, element_size=2)
+        return (2.5 * forward, 2 * moved) if self.backward else (forward, moved)
 
 
 def problems() -> Iterator[Problem]:
@@ -152,11 +153,8 @@ def line(problem: Problem, name: str, run: Callable, peak: float) -> str:
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         torch.cuda.empty_cache()
         return f"{start} {str(error).splitlines()[0][:60].replace('|', '/')} | | | |"
-    meta = [torch.empty(problem.batch, t, h, problem.width, device="meta") for t, h in
-            ((problem.queries, HEADS), (problem.keys, GROUPS))]  # fmt: skip
-    rate = problem.flops(*meta) / ms / 1e9
-    # What must move at least: q, k, v and the result, twice in the backward pass.
-    moved = 2 * 2 * sum(t.numel() for t in meta) * (2 if problem.backward else 1)
+    flops, moved = problem.work()
+    rate = flops / ms / 1e9
     return f"{start} {ms:.3f} | {rate:.0f} | {rate / peak:.0%} | {moved / ms / 1e6:.0f} |"
 
 

@@ -21,7 +21,7 @@ gets from `SyntheticTask`, by construction:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from hashlib import blake2b
 from numbers import Integral
 from typing import Any, Literal
@@ -31,7 +31,7 @@ import torch
 from numpy.random.bit_generator import ISeedSequence
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 NOT_SCORED = -100
 Split = Literal["train", "validation", "test"]
@@ -228,7 +228,7 @@ def _item(row: Row) -> Item:
 def loader(
     dataset: Dataset[Item], batch_size: int, start_row: int = 0, workers: int = 0, *, rank: int = 0, ranks: int = 1
 ) -> DataLoader[Item]:
-    """Batches in the order of the rows, from `start_row` on; the last one may be smaller.
+    """Batches in the order of the rows, from `start_row` on; the last one may be smaller. len() counts them all.
 
     Batch k of `ranks` processes together is rows start_row + k * batch_size * ranks and following, each row once.
     Args:
@@ -245,11 +245,24 @@ def loader(
         raise ValueError(f"start_row={start_row} must be from 0 to the number of rows, {rows}")
     if not 0 <= rank < ranks:
         raise ValueError(f"rank={rank} must be from 0 to ranks - 1 = {ranks - 1}")
-    order = range(start_row + rank, rows, ranks)
+    order = _Order(start_row + rank, len(range(rank, rows, ranks)), rows, ranks)
     # A generator of its own: else each pass over a loader draws from torch's global stream, and a resumed run would
     # have other dropout masks than an uninterrupted one.
     own = torch.Generator()
     return DataLoader(dataset, batch_size, sampler=order, num_workers=workers, collate_fn=collate, generator=own)
+
+
+class _Order(Sampler[int]):
+    """Rows from `start` on. Its length is that of all rows: a trainer that goes on counts those behind it too."""
+
+    def __init__(self, start: int, length: int, rows: int, ranks: int) -> None:
+        self.rows, self.length = range(start, rows, ranks), length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return self.length
 
 
 def collate(items: list[Item]) -> Item:

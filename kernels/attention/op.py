@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
@@ -68,6 +69,8 @@ def attention(
     )
     if count := flops.counter():
         count.record("attention", attention_flops(q.shape, k.shape, v.shape, causal, window))
+        count.attention_bytes += moved_bytes(q.shape, k.shape, v.shape, q.element_size())
+        count.score_bytes += score_bytes(q.shape, k.shape, q.element_size())
         y, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3])
         return (y, lse) if return_lse else y
     run = backend.implementation("attention", IMPLEMENTATIONS, q, dispatch.refusal(q, v, dropout))
@@ -94,10 +97,24 @@ def attention(
 
 def attention_flops(
     q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], causal: bool, window: int | None
-) -> int:
-    """2 (K + V) FLOPs a visible pair and query head, for shapes as in `attention`, ends aligned, one document a row."""
+) -> flops.Formula:
+    """Scores and sums of the visible pairs, for shapes as in `attention`, ends aligned, one document a row."""
     batch, queries, heads, width = q
-    return 2 * batch * heads * (width + v[3]) * visible_pairs(queries, k[1], causal, window)
+    pairs = visible_pairs(queries, k[1], causal, window)
+    return flops.Formula.of(
+        "2 * B*H*(K+V) * visible_pairs", B=batch, H=heads, K=width, V=v[3], visible_pairs=pairs
+    )
+
+
+def moved_bytes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], element_size: int) -> int:
+    """The least traffic with device memory, for shapes as in `attention`: q, k and v are read once, y is written."""
+    y = (*q[:3], v[3])
+    return element_size * sum(math.prod(shape) for shape in (q, k, v, y))
+
+
+def score_bytes(q: tuple[int, ...], k: tuple[int, ...], element_size: int) -> int:
+    """The score matrix of every query head, T x S: what a naive implementation writes and a fused kernel does not."""
+    return element_size * math.prod(q[:3]) * k[1]
 
 
 def visible_pairs(queries: int, keys: int, causal: bool = True, window: int | None = None) -> int:

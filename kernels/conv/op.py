@@ -55,9 +55,9 @@ def causal_conv(
     return run(x, weight, bias, inputs, documents, all_documents)
 
 
-def causal_conv_flops(x: tuple[int, ...], taps: int, before: int = 0) -> int:
-    """2 FLOPs a channel and tap that lies inside of the row, `before` inputs in front of it included."""
+def causal_conv_flops(x: tuple[int, ...], taps: int, before: int = 0) -> flops.Formula:
+    """A channel's taps that lie inside of the row, `before` inputs in front of it included."""
     batch, time, width = x
     early = min(time, max(taps - 1 - before, 0))
     inside = sum(before + i + 1 for i in range(early)) + (time - early) * taps
-    return 2 * batch * width * inside
+    return flops.Formula.of("2 * B*D * taps_inside", B=batch, D=width, taps_inside=inside)

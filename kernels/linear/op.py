@@ -74,10 +74,11 @@ def _no_autocast(like: Tensor) -> AbstractContextManager:
     return torch.autocast(kind, enabled=False) if kind in ("cpu", "cuda") else nullcontext()
 
 
-def linear_attention_flops(q: tuple[int, ...], v: tuple[int, ...], normalise: bool) -> int:
+def linear_attention_flops(q: tuple[int, ...], v: tuple[int, ...], normalise: bool) -> flops.Formula:
     """The recurrence: a multiply-add an entry of the state to update it, one to read it; K (V + 1) entries with z."""
     batch, time, heads, width = q
-    return 4 * batch * time * heads * width * (v[3] + normalise)
+    text = "2 * B*T*H * 2*K*(V+1)" if normalise else "2 * B*T*H * 2*K*V"
+    return flops.Formula.of(text, B=batch, T=time, H=heads, K=width, V=v[3])
 
 
 def _check(

@@ -1,15 +1,22 @@
-"""Counted cost against brute force over the definition, hand formulas, and live tensors."""
+"""Counted cost against brute force over the definition, hand formulas, live tensors and the allocator."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.profiler import profile
 
-from arch.cost import measure, on_meta, parts
+from arch.activations import kept
+from arch.cost import FIGURES, measure
 from arch.language_model import LanguageModel
+from arch.parts import on_meta
+from experiments import cli, config
+from experiments.metrics import metric
+from kernels.flops import FlopCounter
 from mixers import registry
-from mixers.base import Mixer
+from mixers.base import Mixer, Packing
 
 MIXERS = {"window": {"window": 5}, "gqa": {"n_heads": 4, "n_kv_heads": 2}, "based": {"feature_dim": 3}}
 D, V = 16, 11
@@ -17,6 +24,13 @@ D, V = 16, 11
 
 def build(layout, **options):
     return LanguageModel(layout, vocabulary=V, d_model=D, mixers=MIXERS, **options)
+
+
+def preset(stack):
+    """A published stack at a small size; its window is shorter than the rows of these tests."""
+    small = ["model.d_model=32", "model.n_layers=8", "task.vocabulary=22", "task.kv=[1]", "task.test_kv=[1]"]
+    heads = [f"model.mixers.{mixer}.n_heads=4" for mixer in ("mha", "gqa", "mqa", "window", "linear")]
+    return config.plan(cli.composed("train", [f"stack={stack}", *small, *heads, "model.mixers.window.window=5"]))
 
 
 def multiply_adds(model, length):
@@ -43,8 +57,13 @@ def multiply_adds(model, length):
                 count += sum(
                     m.in_features * m.out_features for m in block.mlp.mlp.modules() if isinstance(m, nn.Linear)
                 )
-        count += D * V
+        count += model.head.in_features * model.head.out_features
     return count
+
+
+def floats(state):
+    """Bytes of the live tensors that remember tokens."""
+    return sum(t.numel() * t.element_size() for t in state.tensors.values() if t.is_floating_point())
 
 
 @pytest.mark.parametrize(
@@ -58,8 +77,26 @@ def test_flops_equal_brute_force(layout, length, options):
     cost = measure(model, length)
     assert cost.flops_per_token_forward * length == 2 * multiply_adds(model, length)
     assert cost.flops_per_token_train == 3 * cost.flops_per_token_forward
+    assert cost.prefill_flops == 2 * multiply_adds(model, length)
     # One more token: the difference between two whole sequences, as every mixer here is causal with exact extension.
     assert cost.decode_flops_per_token == 2 * (multiply_adds(model, length + 1) - multiply_adds(model, length))
+
+
+@pytest.mark.parametrize("stack", config.choices("stack"))
+def test_flops_and_state_of_every_preset(stack):
+    """Counted / brute-force FLOPs = 1.000, counted / live state bytes = 1.000."""
+    plan = preset(stack)
+    model, length = plan.model(), 17
+    cost = measure(plan.skeleton, length)
+    assert cost.flops_per_token_forward * length == 2 * multiply_adds(model, length)
+    if not model.causal:
+        assert cost.state_bytes is None and cost.decode_flops_per_token is None
+        return
+    assert cost.decode_flops_per_token == 2 * (multiply_adds(model, length + 1) - multiply_adds(model, length))
+    for narrow in (False, True):
+        with torch.no_grad():
+            _, state = (model.bfloat16() if narrow else model).prefill(torch.zeros(1, length, dtype=torch.int64))
+        assert (cost.bf16_state_bytes if narrow else cost.state_bytes) == floats(state) > 0
 
 
 @pytest.mark.parametrize("name", ["mha", "window", "linear", "based"])
@@ -91,9 +128,23 @@ def test_state_bytes_equal_live_tensors(layout, length):
     model = build(layout, convolution=4)
     with torch.no_grad():
         _, state = model.prefill(torch.randint(0, V, (1, length)))
-    assert measure(model, length).state_bytes == sum(
-        t.numel() * t.element_size() for t in state.tensors.values() if t.is_floating_point()
-    )
+    assert measure(model, length).state_bytes == floats(state)
+
+
+def test_recurrent_states_stay_wide():
+    """In bfloat16 a cache halves, k and v of D; S [D, D + 1] of linear attention stays float32."""
+    assert measure(build("mha"), 9).bf16_state_bytes == 2 * 2 * 9 * D * 2
+    assert measure(build("linear"), 9).bf16_state_bytes == 2 * D * (D + 1) * 4
+
+
+def test_bookkeeping_bytes_equal_live_tensors():
+    """Ids and positions of a packed prompt, apart from its state; an unpacked one has none."""
+    model, tokens = build("window + mha|linear", convolution=4), torch.zeros(1, 9, dtype=torch.int64)
+    with torch.no_grad():
+        _, plain = model.prefill(tokens)
+        _, packed = model.prefill(tokens, Packing(torch.ones(1, 9, dtype=torch.int32)))
+    assert plain.bookkeeping_bytes == 0 and measure(model, 9).bookkeeping_bytes == packed.bookkeeping_bytes > 0
+    assert measure(model, 9).state_bytes == floats(plain) == floats(packed)
 
 
 def test_parameters_by_hand():
@@ -104,36 +155,105 @@ def test_parameters_by_hand():
     assert untied.parameters == block + 16 + 2 * V * D + 32 * D and untied.parameters_without_embeddings == block + 16
 
 
-def test_llama_parameters_equal_transformers():
-    """Built on meta: 8,030,261,248 for Llama-3.1-8B."""
-    with torch.device("meta"):
-        model = LanguageModel(
-            "gqa",
-            vocabulary=128_256,
-            d_model=4096,
-            n_layers=32,
-            mlp_width=14_336,
-            tied=False,
-            mixers={"gqa": {"n_heads": 32, "n_kv_heads": 8}},
-        )
-    cost = measure(model, 1_000_000)
-    assert cost.parameters == 8_030_261_248
-    assert cost.state_bytes == 2 * 32 * 8 * 128 * 1_000_000 * 4
+def test_active_parameters_by_hand():
+    """A table that is only looked up counts one row; one that the head reads too counts whole."""
+    tied = measure(build("gqa"), 4)
+    assert tied.parameters_active == tied.parameters
+    untied = measure(build("gqa", tied=False, position="learned", max_length=32), 4)
+    assert untied.parameters - untied.parameters_active == (V - 1) * D + 31 * D
+
+
+def activations(layout, length, **options):
+    """A model in training and its forward pass with the loss, on live tensors."""
+    model = build(layout, **options)
+    tokens = torch.zeros(1, length, dtype=torch.int64)
+    targets = torch.zeros(1, length, dtype=torch.int64)
+    return model, lambda: cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+TRAINED = [
+    ("mha", {}),
+    ("window + linear|based", dict(convolution=4, sandwich=True, tied=False)),
+    ("gqa@a + mlp + gqa@a", dict(position="learned", dropout=0.1, mlp="gelu", norm="layernorm", bias=True)),
+    ("linear", dict(position="sinusoidal", logit_softcap=5.0)),
+]
+
+
+@pytest.mark.parametrize(("layout", "options"), TRAINED)
+@pytest.mark.parametrize("length", [1, 17, 130])
+def test_activation_bytes_equal_what_autograd_saves(layout, options, length):
+    model, forward = activations(layout, length, **options)
+    assert measure(model, length).activation_bytes == kept(model, forward)
+
+
+# Python numbers in products: based scales and divides queries and keys, the softcap logits.
+NUMBERS = [(*case, numbers) for case, numbers in zip(TRAINED, (0, 4, 0, 2), strict=True)]
+
+
+@pytest.mark.parametrize(("layout", "options", "numbers"), NUMBERS)
+def test_activation_bytes_equal_what_the_allocator_holds(layout, options, numbers):
+    """Allocated and not freed after the forward: the activations, the loss, and 8 bytes a Python number, which autograd
+    shows to nobody; less the ids that were there before."""
+    model, forward = activations(layout, 130, **options)
+    forward()
+    with profile(profile_memory=True) as recorded:
+        loss = forward()
+    held = sum(event.self_cpu_memory_usage for event in recorded.events())
+    assert measure(model, 130).activation_bytes == held - loss.nbytes - 8 * numbers + 2 * 130 * 8
+
+
+def test_activations_by_hand():
+    """One head without positions: a norm keeps x, its scale and x scaled, the projections their input, attention q, k,
+    v, its output and log-sum-exp; the MLP both sides of its activation."""
+    model = LanguageModel(
+        "mha", vocabulary=V, d_model=D, mlp="gelu", mlp_width=24, mixers={"mha": {"n_heads": 1, "position": "none"}}
+    )
+    embedding, first, second, head = measure(model, 8).activations
+    norm, attention, mlp = 2 * D + 1, 5 * D + 1, D + 2 * 24
+    assert first == second == 4 * 8 * (2 * norm + attention + mlp)
+    # Ids; the norm before the head, its input, and the log-probabilities; the sum of the loss's weights is a scalar.
+    assert embedding == 8 * 8 and head == 4 * 8 * (norm + D + V) + 8 * 8 + 4
+
+
+def test_attention_bytes_by_hand():
+    """q and y of 4 heads, k and v of 2, 4 wide, 9 tokens of 4 bytes, two layers; a 9 x 9 matrix a head."""
+    cost = measure(build("gqa"), 9)
+    assert cost.attention_bytes == 2 * (2 * 4 + 2 * 2) * 4 * 9 * 4
+    assert cost.score_bytes == 2 * 4 * 9 * 9 * 4
+    assert (measure(build("linear"), 9).attention_bytes, measure(build("linear"), 9).score_bytes) == (0, 0)
 
 
 def test_metrics_have_the_contracts_names():
-    metrics = measure(build("mha"), 64).metrics()
-    assert set(metrics) == {
+    found = measure(build("mha"), 64).metrics()
+    assert set(found) == {
         f"complexity/{name}"
         for name in (
             "parameters",
+            "parameters_active",
             "parameters_without_embeddings",
             "flops_per_token_forward",
             "flops_per_token_train",
-            "state_bytes_at_64",
+            "prefill_flops_at_64",
             "decode_flops_per_token_at_64",
+            "state_bytes_at_64",
+            "bf16_state_bytes_at_64",
+            "attention_bytes_at_64",
+            "score_bytes_at_64",
         )
     }
+    assert all(metric(f"complexity/{name.replace('<length>', '64')}") for name in FIGURES)
+
+
+def test_figures_do_not_depend_on_the_order_of_asking():
+    for name in ("decode_flops_per_token_at_8", "bf16_state_bytes_at_8", "prefill_flops_at_8"):
+        alone, last = measure(build("mha + linear"), 8), measure(build("mha + linear"), 8)
+        last.metrics()
+        assert alone.figure(name) == last.figure(name)
+
+
+def test_an_unknown_figure_is_named():
+    with pytest.raises(ValueError, match=r"'parameter' is unknown \(did you mean 'parameters'\?\); known are"):
+        measure(build("mha"), 8).figure("parameter")
 
 
 def test_measuring_leaves_the_model_alone():
@@ -167,8 +287,6 @@ def test_a_recomputing_mixer_has_no_decode_figure(monkeypatch):
 def test_length_below_one_is_named():
     with pytest.raises(ValueError, match="length=0 must be at least 1"):
         measure(build("mha"), 0)
-    with pytest.raises(ValueError, match="length=0 must be at least 1"):
-        parts(build("mha"), 0)
 
 
 @pytest.mark.parametrize(
@@ -183,32 +301,32 @@ def test_length_below_one_is_named():
 )
 @pytest.mark.parametrize("length", [1, 17])
 def test_parts_add_up_to_the_whole(layout, options, length):
-    model = build(layout, **options)
-    found, whole = parts(model, length), measure(model, length)
-    assert [part.name for part in found] == ["embedding", *map(str, model.stack.layers), "head"]
-    assert sum(part.parameters for part in found) == whole.parameters
-    flops = sum(part.flops_per_token_forward for part in found)
-    assert flops == pytest.approx(whole.flops_per_token_forward, rel=1e-12)
-    assert sum(part.state_bytes for part in found) == whole.state_bytes
+    """Layers counted one by one, equal ones once, against the whole model in one pass."""
+    model, tokens = build(layout, **options), torch.empty(1, length, dtype=torch.int64, device="meta")
+    cost, ghost = measure(model, length), on_meta(model).eval()
+    with torch.no_grad(), FlopCounter() as forward:
+        ghost(tokens)
+    with torch.no_grad(), FlopCounter() as prompt:
+        _, state = ghost.prefill(tokens)
+    size = state.bytes
+    with torch.no_grad(), FlopCounter() as step:
+        ghost.extend(tokens[:, :1], state)
+    assert [part.name for part in cost.parts] == ["embedding", *map(str, model.stack.layers), "head"]
+    assert sum(part.parameters for part in cost.parts) == sum(p.numel() for p in model.parameters())
+    assert cost.flops_per_token_forward == forward.total / length
+    assert (cost.attention_bytes, cost.score_bytes) == (forward.attention_bytes, forward.score_bytes)
+    assert (cost.prefill_flops, cost.decode_flops_per_token, cost.state_bytes) == (prompt.total, step.total, size)
 
 
 def test_a_part_that_shares_weights_adds_none():
-    first, again, other = (part.parameters for part in parts(build("gqa@a + gqa@a + gqa"), 4)[1:-1])
+    first, again, other = (part.parameters for part in measure(build("gqa@a + gqa@a + gqa"), 4).parts[1:-1])
     assert first == other > 0 and again == 0
-    assert parts(build("gqa"), 4)[-1].parameters == D  # the norm: the head is the embedding
-    assert parts(build("gqa", tied=False), 4)[-1].parameters == D + V * D
+    assert measure(build("gqa"), 4).parts[-1].parameters == D  # the norm: the head is the embedding
+    assert measure(build("gqa", tied=False), 4).parts[-1].parameters == D + V * D
 
 
 def test_parts_of_a_bidirectional_model_have_no_state():
     model = LanguageModel("mha + mha", vocabulary=V, d_model=D, mixers={"mha": {"causal": False}})
-    found = parts(model, 9)
-    assert {part.state_bytes for part in found} == {None}
-    flops = sum(part.flops_per_token_forward for part in found)
-    assert flops == pytest.approx(measure(model, 9).flops_per_token_forward, rel=1e-12)
-
-
-def test_parts_leave_the_model_alone():
-    model = build("mha + linear").train()
-    parts(model, 8)
-    assert all(module.training for module in model.modules())
-    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    parts = measure(model, 9).parts
+    assert {part.state_bytes for part in parts} == {part.decode_flops_per_token for part in parts} == {None}
+    assert all(part.flops_per_token_forward > 0 for part in parts[1:])

@@ -11,7 +11,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from arch.language_model import LanguageModel
-from experiments import cli, config, optim, tasks
+from experiments import bench_cell, cli, config, optim, tasks
 from mixers.options import defaults
 
 FOLDER = Path(__file__).resolve().parents[2] / "conf"
@@ -48,9 +48,14 @@ def test_the_trainer_node_is_the_signature():
     assert node("trainer/default.yaml") == defaults(config.Trainer)
 
 
-def test_the_top_level_is_the_signature():
-    composed = cli.composed("train", [])
-    assert set(composed) == set(inspect.signature(config.Settings).parameters)
+@pytest.mark.parametrize(("program", "settings"), [("train", config.Settings), ("bench", bench_cell.Settings)])
+def test_the_top_level_is_the_signature(program, settings):
+    assert set(cli.composed(program, [])) == set(inspect.signature(settings).parameters)
+
+
+def test_the_default_benchmark_is_the_one_of_the_help_page():
+    cell = bench_cell.plan(cli.composed("bench", []))
+    assert (cell.label, cell.settings.length, cell.config["model"]["d_model"]) == ("mha", 2048, 256)
 
 
 def test_every_task_and_optimizer_has_a_file():

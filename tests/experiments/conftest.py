@@ -63,7 +63,7 @@ def command_line(monkeypatch, tmp_path, capsys):
 def template(tmp_path_factory):
     """A database with our experiment: MLflow takes seconds to make one."""
     database = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
-    connect(database)
+    connect(f"sqlite:///{database}")
     return database
 
 

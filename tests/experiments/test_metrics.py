@@ -27,6 +27,9 @@ from experiments.metrics import METRICS, Metric, direction, format_value, legal,
         ("measured/train_tokens_per_second", "tokens/s", "higher", "training tokens a second"),
         ("measured/peak_memory_bytes", "bytes", "lower", "peak memory"),
         ("measured/decode_ms_at_512", "ms", "lower", "time to decode a token after 512"),
+        ("measured/train_step_ms", "ms", "lower", "time of a training step"),
+        ("measured/prefill_cpu_ms_at_512", "ms", "lower", "CPU time to read a prompt of 512"),
+        ("measured/peak_flops_per_second", "FLOP/s", "higher", "FLOPs a second of the fastest matrix product"),
     ],
 )
 def test_names_of_the_contract(name, unit, better, title):
@@ -90,6 +93,8 @@ def test_a_metric_without_a_direction_cannot_be_optimised(monkeypatch):
         ("measured/train_tokens_per_second", 12_345.6, "12.3 k"),
         ("measured/train_tokens_per_second", math.inf, "inf"),
         ("measured/decode_ms_at_512", 3.2144, "3.21 ms"),
+        ("measured/train_step_ms", 12_345.6, "12,346 ms"),
+        ("measured/train_flops_per_second", 5.13e10, "51.3 G"),
         ("val/accuracy", 0.9926, "0.993"),
         ("eval/kv4/accuracy", 1, "1.000"),
         ("val/loss", 5.5452, "5.545"),

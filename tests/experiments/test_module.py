@@ -12,8 +12,9 @@ from torch.nn import functional as F
 
 from experiments import module
 from experiments.module import Diverged, EarlyStop, Recorder, Training
+from experiments.record import Description
 from experiments.tasks.base import NOT_SCORED, collate
-from experiments.tracking import Description, Tracker
+from experiments.tracking import Tracker
 
 
 @pytest.fixture
@@ -176,16 +177,17 @@ def test_the_last_step_is_validated_once_whatever_the_interval(plan_of, train, r
 
 def test_checkpoints_load_weights_only_and_hold_the_trained_model(plan_of, train):
     # Case C29.
-    plan = plan_of("trainer.checkpoint_every=2", "optimizer.betas=[0.8,0.9]", "trainer.patience=5")
+    often = ("trainer.validate_every=3", "trainer.checkpoint_every=2")
+    plan = plan_of(*often, "optimizer.betas=[0.8,0.9]", "trainer.patience=5")
     _, tracker, _ = train(plan)
-    assert sorted(path.name for path in tracker.checkpoints.iterdir()) == ["last.ckpt", "step=2.ckpt", "step=4.ckpt"]
-    for path in tracker.checkpoints.iterdir():
+    assert sorted(path.name for path in tracker.record.checkpoints.iterdir()) == ["step=2.ckpt", "step=4.ckpt"]
+    for path in tracker.record.checkpoints.iterdir():
         checkpoint = torch.load(path, weights_only=True)
         assert checkpoint["config"] == plan.config
     assert checkpoint["tokens"] == 64 * checkpoint["global_step"]
     model = plan.model()
     before = model.embedding.weight.clone()
-    last = torch.load(tracker.checkpoints / "last.ckpt", weights_only=True)
+    last = torch.load(tracker.record.checkpoints / "step=4.ckpt", weights_only=True)
     model.load_state_dict({name.removeprefix("net."): value for name, value in last["state_dict"].items()})
     assert not torch.equal(model.embedding.weight, before)
 
@@ -247,7 +249,7 @@ def test_a_run_stops_at_its_target_and_is_tested(plan_of, train):
     values, tracker, lines = train(plan_of("trainer.steps=40", "trainer.target=100"))
     assert "stopped early: val/loss" in lines[1] and len(lines) == 2
     assert "eval/kv2/accuracy" in values
-    assert torch.load(tracker.checkpoints / "last.ckpt", weights_only=True)["global_step"] == 2
+    assert [path.name for path in tracker.record.checkpoints.iterdir()] == ["step=2.ckpt"]
 
 
 def test_a_monitor_that_the_task_does_not_measure_is_named(plan_of, train):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from omegaconf import OmegaConf
 
-from experiments.runs import ConfigError, Grid, Outcome, execute, headline, table
-from experiments.tracking import read_status
+from experiments.outcomes import Grid, Outcome, headline, table
+from experiments.record import read_status
+from experiments.runs import ConfigError, execute
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import pytest
@@ -82,6 +83,57 @@ def test_a_model_that_does_not_generate_has_no_state(call):
     assert json.loads(call("stack=bert", "--json")[1])["total"]["state_bytes_at_1024"] is None
 
 
+def test_the_figures_of_the_whole_model_by_hand(call):
+    """Three layers of mha, one head of width 64, 64 tokens a row: D 64, V 100."""
+    _, out, _ = call("stack=mha", "model.mlp=none", "model.n_layers=3", "task.vocabulary=100", "task.test_kv=[4]")
+    forward = 3 * (2 * 4 * 64**2 + 4 * 64 * 65 / 2) + 2 * 64 * 100
+    assert f"a training row of 64: {3 * forward / 1000:.3g} k FLOPs a token" in out
+    # q, k, v and y; 64 x 64 scores.
+    assert f"at least {3 * 4 * 64 * 64 * 4 / 1000:.3g} kB" in out and f"are {3 * 64 * 64 * 4 / 1000:.3g} kB" in out
+    rows = {line.split("  ")[1].strip(): line.split()[-6:] for line in out.splitlines() if line.startswith("  ")}
+    assert rows["state in bfloat16"] == ["786", "kB", "25.2", "MB", "805", "MB"]
+    # The token after 1024 others sees 1025 keys.
+    token = 3 * (2 * 4 * 64**2 + 4 * 64 * 1025) + 2 * 64 * 100
+    assert rows["FLOPs of the next token"][:2] == [f"{token / 1000:.3g}", "k"]
+
+
+def test_explain_prints_the_formulas_and_the_convention(call):
+    options = ["model.layout=mha + linear", "model.convolution=4", "model.mixers.mha.n_heads=4"]
+    code, out, _ = call("explain=true", *options)
+    assert code == 0 and cost.CONVENTION in out and cost.CONVENTION not in call(*options)[1]
+    assert "  1 x attention: 2 * B*H*(K+V) * visible pairs = 2 * 1*4*(16+16) * 2,080 = 532,480" in out
+    assert "  1 x linear_attention: 2 * B*T*H * 2*K*(V+1) = 2 * 1*64*1 * 2*64*(64+1) = 1,064,960" in out
+    # 1 + 2 + 3 taps of the first tokens, then 61 times 4.
+    assert "  1 x causal_conv: 2 * B*D * taps inside = 2 * 1*64 * 250 = 32,000" in out
+    assert "  4 x matrix product: 2 * rows*inner*columns = 2 * 64*64*64 = 524,288" in out
+
+
+def test_the_formulas_add_up_to_the_figures(call):
+    found = json.loads(call("stack=gemma3", "model.n_layers=6", "model.convolution=4", "--json")[1])
+    for part in found["parts"]:
+        assert sum(term["flops"] for term in part["terms"]) == part["flops_per_token_forward"] * found["length"]
+
+
+def test_json_has_every_figure(call):
+    """Those at the row's length, and those of decoding at all three."""
+    total = json.loads(call("stack=gqa", "--json")[1])["total"]
+    for name in cost.FIGURES:
+        for length in (64,) if name.startswith(("activation", "attention", "score")) else show.LENGTHS:
+            assert total[name.replace("<length>", str(length))] > 0
+    plan = config.plan(cli.composed("train", ["stack=gqa"]))
+    assert total["activation_bytes_at_64"] == cost.measure(plan.skeleton, 64).activation_bytes
+    assert total["bookkeeping_bytes_at_1024"] == cost.measure(plan.skeleton, 1024).bookkeeping_bytes
+
+
+def test_a_match_is_shown(call):
+    options = ["match.metric=parameters", "match.target=1.0e6", "match.knob=model.mlp_width"]
+    _, out, _ = call("stack=gqa", *options)
+    assert re.search(r"Matched: model.mlp_width=\d+ gives parameters [\d,]+, [+-]0\.0\d% of 1e\+06", out)
+    found = json.loads(call("stack=gqa", "--json", *options)[1])
+    assert found["match"]["match.achieved"] == found["total"]["parameters"]
+    assert json.loads(call("stack=gqa", "--json")[1])["match"] is None
+
+
 def test_layouts_with_spaces_and_parentheses_are_read(call):
     code, out, _ = call("model.layout=2*(linear + mha)")
     assert code == 0 and "layout: 2*(linear + mha)" in out
@@ -96,6 +148,7 @@ def test_layouts_with_spaces_and_parentheses_are_read(call):
         (["model.layout=mha,2*(gqa)"], "has several values; show prints one"),
         (["model.layout=2*mha", "+", "gqa"], "needs quotes: python -m experiments.show ... 'model.layout=2*mha + gqa'"),
         (["model.layout=gqaa"], "unknown mixer 'gqaa' (did you mean 'gqa'?)"),
+        (["explain=yes"], "'explain=yes': allowed are explain=true and explain=false"),
         (["gemma3"], "'gemma3' is no option: options are written NAME=VALUE"),
         (["stack='"], "cannot be read"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sqlite3
 import subprocess
@@ -18,7 +17,8 @@ from omegaconf import OmegaConf
 
 from experiments import tracking
 from experiments.metrics import legal
-from experiments.tracking import Description, Status, Tracker, cut, read_status, safe, write_status
+from experiments.record import Description
+from experiments.tracking import Tracker, cut, safe
 
 ABOUT = Description("gqa", {"stack": "gqa", "seed": 1, "lr": 0.5}, {"seed": 1, "model": {"kv": [1, 2]}},
                     {"python": "3"}, "python -m experiments.train seed=1", "mine")
@@ -26,7 +26,7 @@ ABOUT = Description("gqa", {"stack": "gqa", "seed": 1, "lr": 0.5}, {"seed": 1, "
 
 @pytest.fixture
 def database(new_database, tmp_path):
-    return new_database(tmp_path)
+    return f"sqlite:///{new_database(tmp_path)}"
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def nothing_was_warned_about(monkeypatch):
 
 
 def client(database):
-    return MlflowClient(f"sqlite:///{database}")
+    return MlflowClient(database)
 
 
 def runs(database, view=ViewType.ACTIVE_ONLY):
@@ -43,68 +43,12 @@ def runs(database, view=ViewType.ACTIVE_ONLY):
     return found.search_runs([found.get_experiment_by_name("mixerlab").experiment_id], run_view_type=view)
 
 
-def test_the_files_of_a_record(tmp_path):
-    tracker = Tracker(tmp_path / "run", ABOUT)
-    assert read_status(tracker.folder).status == "RUNNING"
-    tracker.log(0, 0, {"complexity/parameters": 7})
-    tracker.log(2, 128, {"train/loss": 0.5})
-    status = tracker.finish("FINISHED")
-    assert sorted(path.name for path in tracker.folder.iterdir()) == [
-        "checkpoints", "config.yaml", "environment.json", "metrics.jsonl", "params.json", "status.json"]
-    assert OmegaConf.to_container(OmegaConf.load(tracker.folder / "config.yaml")) == ABOUT.config
-    assert json.loads((tracker.folder / "params.json").read_text()) == ABOUT.params
-    assert json.loads((tracker.folder / "environment.json").read_text()) == ABOUT.environment
-    lines = [json.loads(line) for line in (tracker.folder / "metrics.jsonl").read_text().splitlines()]
-    assert lines == [{"step": 0, "tokens": 0, "metrics": {"complexity/parameters": 7.0}},
-                     {"step": 2, "tokens": 128, "metrics": {"train/loss": 0.5}}]
-    assert read_status(tracker.folder) == status
-    assert (status.status, status.reason, status.sweep, status.command) == ("FINISHED", None, "mine", ABOUT.command)
-    assert status.ended >= status.started and status.seconds >= 0 and status.mlflow_run_id is None
-
-
-def test_a_failure_keeps_reason_and_traceback(tmp_path):
-    tracker = Tracker(tmp_path / "run", ABOUT)
-    tracker.finish("FAILED", "ValueError: no", "Traceback ...")
-    assert read_status(tracker.folder).reason == "ValueError: no"
-    assert (tracker.folder / "log.txt").read_text() == "Traceback ..."
-
-
-def test_a_new_try_starts_an_empty_record(tmp_path):
-    first = Tracker(tmp_path / "run", ABOUT)
-    first.log(1, 1, {"train/loss": 1.0})
-    (first.checkpoints / "last.ckpt").write_text("old")
-    first.finish("FAILED", "no", "Traceback ...")
-    second = Tracker(tmp_path / "run", ABOUT)
-    assert not (second.folder / "metrics.jsonl").exists() and not list(second.checkpoints.iterdir())
-    assert not (second.folder / "log.txt").exists()
-
-
-def test_a_status_that_cannot_be_written_leaves_the_old_one_whole(tmp_path, monkeypatch):
-    status = Status("RUNNING", "now", "command")
-    write_status(tmp_path, status)
-
-    def full(*_, **__):
-        raise OSError("no space left")
-
-    monkeypatch.setattr(tracking.json, "dump", full)
-    with pytest.raises(OSError, match="no space"):
-        write_status(tmp_path, Status("FINISHED", "now", "command"))
-    assert read_status(tmp_path) == status
-
-
-def test_a_broken_status_is_none(tmp_path):
-    assert read_status(tmp_path) is None
-    (tmp_path / "status.json").write_text('{"status": "FINI')
-    assert read_status(tmp_path) is None
-
-
-def test_numbers_that_are_not_finite_are_stored_nowhere(tmp_path, database):
+def test_numbers_that_are_not_finite_are_stored_nowhere(tmp_path, database, read_events):
     tracker = Tracker(tmp_path / "run", ABOUT, database)
     tracker.log(1, 64, {"train/loss": math.nan, "val/loss": math.inf, "val/accuracy": 0.5})
     tracker.log(2, 128, {"train/loss": -math.inf})
     tracker.finish("DIVERGED", "the loss was not finite")
-    assert [json.loads(line)["metrics"] for line in (tracker.folder / "metrics.jsonl").read_text().splitlines()] == [
-        {"val/accuracy": 0.5}]
+    assert [event["metrics"] for event in read_events(tracker.folder)] == [{"val/accuracy": 0.5}]
     run, = runs(database)
     assert run.data.metrics == {"val/accuracy": 0.5}
 
@@ -193,7 +137,7 @@ def test_without_a_database_the_record_goes_on_and_one_line_says_so(tmp_path, ca
     else:
         (tmp_path / "mlflow.db").write_text(2000 * "not a database ")
     for name in ("a", "b"):
-        tracker = Tracker(tmp_path / name, ABOUT, tmp_path / "mlflow.db")
+        tracker = Tracker(tmp_path / name, ABOUT, f"sqlite:///{tmp_path}/mlflow.db")
         tracker.log(1, 64, {"train/loss": 1.0})
         assert tracker.finish("FINISHED").mlflow_run_id is None
         assert (tracker.folder / "metrics.jsonl").exists()
@@ -246,7 +190,7 @@ def test_trouble_at_the_start_makes_one_run_at_the_end(tmp_path, database, monke
 def test_the_database_writes_ahead_and_artifacts_are_absolute(template):
     with closing(sqlite3.connect(template)) as connection:
         assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
-    experiment = client(template).get_experiment_by_name("mixerlab")
+    experiment = client(f"sqlite:///{template}").get_experiment_by_name("mixerlab")
     assert experiment.artifact_location == (template.parent / "artifacts").as_uri()
 
 
@@ -262,11 +206,12 @@ import sys
 from multiprocessing import get_context
 from pathlib import Path
 import mlflow.tracking
-from experiments.tracking import Description, Tracker
+from experiments.record import Description
+from experiments.tracking import Tracker, address
 
 def work(i, gate):
     gate.wait()
-    tracker = Tracker(Path(f"runs/{i}"), Description("x", {"seed": i}, {"seed": i}, {}, ""), Path("runs/mlflow.db"))
+    tracker = Tracker(Path(f"runs/{i}"), Description("x", {"seed": i}, {"seed": i}, {}, ""), address("runs", True))
     for step in range(3):
         tracker.log(step, step, {"train/loss": i + step})
     sys.exit(tracker.finish("FINISHED").mlflow_run_id is None)
@@ -289,7 +234,7 @@ def test_eight_processes_may_start_at_once_on_an_empty_folder(tmp_path):
     done = subprocess.run([sys.executable, "-c", START], cwd=tmp_path, env={"PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
                           capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    database = tmp_path / "runs" / "mlflow.db"
+    database = f"sqlite:///{tmp_path}/runs/mlflow.db"
     assert [e.name for e in client(database).search_experiments()].count("mixerlab") == 1
     found = runs(database)
     assert sorted(run.data.params["seed"] for run in found) == list("01234567")

@@ -15,7 +15,7 @@ from filelock import FileLock
 from mlflow.tracking import MlflowClient
 
 from experiments import cli, module, train
-from experiments.tracking import read_status
+from experiments.record import read_status
 
 ROOT = Path(train.__file__).resolve().parents[1]
 
@@ -147,7 +147,8 @@ def test_ctrl_c_ends_the_grid_and_the_run_says_so(command_line, tmp_path, monkey
     monkeypatch.setattr(module, "train", interrupted)
     code, out, _ = command_line("mlflow=false", "-m", "seed=0,1,2")
     assert code == 130
-    assert [read_status(folder).reason for folder in folders(tmp_path)] == [None, "interrupted"]
+    ends = [(status.status, status.reason) for status in map(read_status, folders(tmp_path))]
+    assert ends == [("FINISHED", None), ("KILLED", "interrupted (Ctrl-C)")]
     assert out.splitlines()[-1] == "1 finished, 0 skipped, 0 failed, 0 diverged"
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels import backend, flops
-from kernels.attention.op import attention, visible_pairs
+from kernels.attention.op import attention, moved_bytes, score_bytes, visible_pairs
 
 IMPLEMENTATIONS = ("portable", "reference")
 
@@ -263,3 +263,15 @@ def test_backend_that_cannot_run_raises():
         attention(q, k, v)
     with pytest.raises(ValueError, match="backend='fast' is unknown; allowed: auto"):
         backend.use("fast")
+
+
+@pytest.mark.parametrize(("length", "size"), [(512, 2**19), (4096, 2**25), (32_768, 2**31), (131_072, 2**35)])
+def test_score_matrices_are_those_of_the_articles(length, size):
+    """0.5 MB, 32 MB, 2 GB and 32 GB: n x n, one head, fp16."""
+    assert score_bytes((1, length, 1, 64), (1, length, 1, 64), 2) == size
+
+
+def test_moved_bytes_by_hand():
+    """q and y [2, 3, 4, 8] and [2, 3, 4, 5], k and v [2, 7, 2, 8] and [2, 7, 2, 5], two bytes an entry."""
+    moved = 2 * (2 * 3 * 4 * (8 + 5) + 2 * 7 * 2 * (8 + 5))
+    assert moved_bytes((2, 3, 4, 8), (2, 7, 2, 8), (2, 7, 2, 5), 2) == moved

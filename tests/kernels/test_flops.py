@@ -7,7 +7,9 @@ import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from kernels.attention.op import attention
-from kernels.flops import FlopCounter
+from kernels.flops import FlopCounter, Formula
+from kernels.linear.op import linear_attention
+from mixers import registry
 
 
 def test_matrix_products_count_two_a_multiply_add():
@@ -22,6 +24,18 @@ def test_elementwise_work_is_not_counted():
     with FlopCounter() as count:
         (x * x + x).exp().sum()
     assert count.total == 0
+
+
+def test_heads_may_have_values_of_another_width():
+    """A score takes K multiply-adds a pair, its part of the sum V; linear attention updates and reads K (V + 1)."""
+    q, v = torch.empty(2, 5, 3, 8, device="meta"), torch.empty(2, 5, 3, 6, device="meta")
+    with FlopCounter() as count:
+        attention(q, q, v)
+        linear_attention(q, q, v)
+        linear_attention(q, q, v, normalise=False)
+    assert count.flops["attention"] == 2 * 2 * 3 * 15 * (8 + 6)
+    assert count.flops["linear_attention"] == 2 * 2 * 5 * 3 * 2 * 8 * (7 + 6)
+    assert count.attention_bytes == 2 * 5 * 3 * (8 + 8 + 6 + 6) * 4 and count.score_bytes == 2 * 3 * 5 * 5 * 4
 
 
 def test_our_ops_count_nothing_inside():
@@ -53,3 +67,19 @@ def test_custom_operator_without_a_formula_is_refused():
     mystery.register_fake(torch.empty_like)
     with pytest.raises(ValueError, match=r"mixerlab_test\.mystery has no FLOP formula"), FlopCounter():
         mystery(torch.empty(3, device="meta"))
+
+
+def test_a_formula_shows_what_it_evaluates():
+    formula = Formula.of("2 * B*H*(K+V) * visible_pairs", B=1, H=4, K=16, V=16, visible_pairs=2080)
+    assert formula.value == 2 * 4 * 32 * 2080
+    assert str(formula) == "2 * B*H*(K+V) * visible pairs = 2 * 1*4*(16+16) * 2,080 = 532,480"
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_every_mixer_shows_its_formulas(name):
+    """A formula in names: a bare number would explain nothing."""
+    with torch.device("meta"):
+        mixer = registry.build(name, 64)
+    with FlopCounter() as count:
+        mixer(torch.empty(1, 8, 64, device="meta"))
+    assert count.calls and all(formula.sizes for _, formula in count.calls)

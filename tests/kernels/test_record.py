@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from kernels import bench_gpu, record
 
@@ -30,8 +29,8 @@ def test_benchmark_without_a_gpu_says_so(monkeypatch, capsys):
 
 def test_work_of_a_benchmark_by_hand():
     """One query sees all keys: 4 D FLOPs a key and query head; backward is 2.5 times forward."""
-    decode = bench_gpu.Problem("decode", 64, 1, 1000)
-    q, k = (torch.empty(16, n, h, 64, device="meta") for n, h in ((1, 32), (1000, 8)))
-    assert decode.flops(q, k) == 16 * 32 * 1000 * 4 * 64
-    q = k = torch.empty(1, 4, 32, 64, device="meta")
-    assert bench_gpu.Problem("backward", 64, 4, 4, backward=True).flops(q, k) == 2.5 * 32 * 10 * 4 * 64
+    flops, moved = bench_gpu.Problem("decode", 64, 1, 1000).work()
+    assert flops == 16 * 32 * 1000 * 4 * 64
+    assert moved == 2 * 64 * 16 * (2 * 32 + 2 * 8 * 1000)
+    flops, _ = bench_gpu.Problem("backward", 64, 16_384, 16_384, backward=True).work()
+    assert flops == 2.5 * 32 * (16_384 * 16_385 // 2) * 4 * 64

@@ -1,0 +1,83 @@
+"""How runs end, and the table of a grid."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: a line of a grid's table.
+
+    Args:
+        status: finished, skipped, failed or diverged.
+        text: the result, or why there is none.
+    """
+
+    label: str
+    task: str
+    seed: Any
+    status: str
+    text: str
+    folder: str
+    seconds: float | None = None
+
+    @property
+    def good(self) -> bool:
+        return self.status in ("finished", "skipped")
+
+
+class Grid(Callback):
+    """The outcomes of a multirun, in a file of its folder: jobs may be other processes, on other machines."""
+
+    folder: Path | None = None
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        Grid.folder = Path(config.hydra.sweep.dir)
+
+    @staticmethod
+    def add(folder: Path, outcome: Outcome) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "outcomes.jsonl").open("a") as file:
+            file.write(json.dumps(asdict(outcome)) + "\n")
+
+    @classmethod
+    def outcomes(cls) -> list[Outcome] | None:
+        """What the grid of this process has so far; None without a grid."""
+        if cls.folder is None:
+            return None
+        file = cls.folder / "outcomes.jsonl"
+        return [Outcome(**json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """A grid's end: one line a run, and how many finished, were skipped, failed and diverged."""
+    rows = [("stack", "task", "seed", "status", "seconds", "result"), *map(_row, outcomes)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    counts = Counter(outcome.status for outcome in outcomes)
+    return "\n".join([*lines, ", ".join(f"{counts[s]} {s}" for s in ("finished", "skipped", "failed", "diverged"))])
+
+
+def _row(outcome: Outcome) -> tuple[str, ...]:
+    seconds = "" if outcome.seconds is None else f"{outcome.seconds:.1f}"
+    first = (outcome.text.splitlines() or [""])[0]
+    log = Path(outcome.folder) / "log.txt"
+    result = f"{first} (log: {log})" if outcome.status == "failed" and log.exists() else first
+    return outcome.label, outcome.task, str(outcome.seed), outcome.status, seconds, result
+
+
+def headline(values: Mapping[str, float]) -> str:
+    """The results in one line: validation, and the accuracy of every test suite."""
+    shown = [f"{name} {value:.4g}" for name, value in values.items() if name.startswith("val/")]
+    suites = {name.split("/")[1]: value for name, value in values.items() if re.fullmatch("eval/.+/accuracy", name)}
+    return "  ".join([*shown, *(["test accuracy"] if suites else []), *(f"{s} {v:.3f}" for s, v in suites.items())])

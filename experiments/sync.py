@@ -1,0 +1,74 @@
+"""`python -m experiments.sync`: send to MLflow what it lacks of the local records.
+
+    python -m experiments.sync                                  every record in runs/, to runs/mlflow.db
+    python -m experiments.sync runs=FOLDER mlflow=URI           another folder, another database or server
+
+For runs that were made while the database or server of MLflow was away, or on a machine without one. What MLflow has is
+not sent again. A run whose process died without a word is closed as KILLED, here and there; one that is being run is
+left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from experiments import cli
+from experiments.record import lock, read_status, write_status
+from experiments.tracking import address, upload
+
+_DEAD = "its process ended without a word; the command that made it goes on from its newest checkpoint"
+
+
+def sync(folder: Path, uri: str) -> str:
+    """Bring one record up to date in MLflow; returns what was done.
+
+    Raises:
+        ValueError: no whole record.
+        Exception: whatever MLflow raises.
+    """
+    with lock(folder) as free:
+        if not free:
+            return "is being run: left alone"
+        status = read_status(folder)
+        if status.status == "RUNNING":
+            write_status(folder, replace(status, status="KILLED", reason=_DEAD, owner=None))
+        points = upload(folder, uri)
+        return f"{points:,} points sent" if points else "nothing was missing"
+
+
+def main() -> int:
+    """The exit code: 0; 1 where a record could not be sent; 2 after a mistake in the options."""
+    parser = argparse.ArgumentParser(
+        "python -m experiments.sync", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("options", nargs="*", metavar="NAME=VALUE", help="runs and mlflow, as for experiments.train")
+    sys.argv[1:] = parser.parse_args().options
+    failed: list[Path] = []
+
+    def work() -> None:
+        for word in sys.argv[1:]:
+            if word.partition("=")[0] not in ("runs", "mlflow"):
+                raise cli.UsageError(f"{word!r} is no option here; allowed: runs=FOLDER, mlflow=URI")
+        chosen = cli.composed("train", sys.argv[1:])
+        uri = address(chosen["runs"], chosen["mlflow"])
+        if uri is None:
+            raise cli.UsageError("mlflow=false names nothing to send to")
+        folders = sorted(path.parent for path in Path(chosen["runs"]).glob("*/status.json"))
+        if not folders:
+            raise cli.UsageError(f"runs={chosen['runs']!r} has no records")
+        for folder in folders:
+            try:
+                print(f"{folder}: {sync(folder, uri)}", flush=True)
+            # One broken record, or one answer that a server does not give, leaves the others alone.
+            except Exception as error:
+                failed.append(folder)
+                print(f"{folder}: FAILED: {type(error).__name__}: {error}", flush=True)
+
+    return cli.run(work, "train") or int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
