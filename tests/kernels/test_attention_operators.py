@@ -69,6 +69,20 @@ def test_two_runs_are_equal_to_the_last_bit():
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+def test_offsets_beyond_32_bits():
+    """C46: samples 2**30 + 64 elements apart, so that the third starts beyond 2**31; only what is used takes memory."""
+    torch.manual_seed(0)
+    stride, shape = 2**30 + 64, (3, 33, 1, 16)
+    memory = torch.empty(2 * stride + 33 * 16, dtype=torch.bfloat16, device=DEVICE)
+    apart = memory.as_strided(shape, (stride, 16, 16, 1)).copy_(torch.randn(shape))
+    results = []
+    for x in (apart, apart[2:].clone()):
+        q, k, v = (x.detach().requires_grad_() for _ in range(3))
+        y = run(q, k, v)
+        results.append([t[-1] for t in (y, *torch.autograd.grad(y.square().sum(), (q, k, v)))])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize(("batch", "queries", "keys"), [(1, 0, 5), (1, 5, 0), (1, 0, 0), (0, 5, 5), (2, 1, 0)])
 def test_empty_inputs_give_empty_or_zero_outputs_and_gradients(batch, queries, keys):
     inputs = random_qkv(queries, keys, batch=batch, grad=True)
