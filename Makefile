@@ -17,7 +17,7 @@ BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install packages venv quickstart test ui bench-step lint lock test-floor clean
+.PHONY: help install packages venv quickstart test ui gpu aot bench-step lint lock test-floor clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -60,6 +60,19 @@ ui: $(INSTALLED)  ## the MLflow UI on http://127.0.0.1:5000 (PORT=5001 for anoth
 	@PYTHONWARNINGS=ignore $(BIN)/python -m mlflow server --host 127.0.0.1 --port $(PORT) --workers 1 --uvicorn-opts "--log-level warning" \
 	  --backend-store-uri sqlite:///runs/mlflow.db
 
+# Tests of Triton kernels: they compile a lot, so they are dealt to several processes without needing pytest-xdist.
+GPU_TESTS = tests/gpu tests/kernels/test_attention_triton.py tests/kernels/test_attention_operators.py
+PARTS = 0 1 2 3 4 5 6 7 8 9 10 11
+
+gpu:  ## where a GPU is: test the kernels on it and measure them (PYTHON with torch, triton, einops and pytest)
+	@status=0; running=; for part in $(PARTS); do \
+	  TEST_PART=$$part/$(words $(PARTS)) $(PYTHON) -m pytest -q $(GPU_TESTS) & running="$$running $$!"; done; \
+	for process in $$running; do wait $$process || status=1; done; \
+	$(PYTHON) -m kernels.bench_gpu --write || status=1; exit $$status
+
+aot: $(INSTALLED)  ## compile every Triton kernel for GPUs that need not be here, into docs/kernels_gpu.md
+	@TRITON_DEFAULT_FP_FUSION=1 $(BIN)/python -m kernels.triton_aot --write
+
 bench-step: $(INSTALLED)  ## what the framework adds to a training step, against a bare PyTorch loop
 	@$(BIN)/python -m experiments.bench_step
 
@@ -68,7 +81,7 @@ lint: $(INSTALLED)  ## ruff, import-linter, and mypy on kernels, mixers and arch
 
 lock: $(INSTALLED)  ## pin in constraints.txt what .venv holds (after `make clean` and a change of dependencies)
 	@{ sed -n '/^#/p' constraints.txt; \
-	  $(BIN)/python -m pip freeze --all --exclude-editable --exclude pip | sed 's/+.*//'; } > constraints.new
+	  $(BIN)/python -m pip freeze --all --exclude-editable --exclude pip --exclude triton | sed 's/+.*//'; } > constraints.new
 	@mv constraints.new constraints.txt && cat pyproject.toml constraints.txt > $(INSTALLED)
 
 test-floor:  ## all tests on the oldest versions that pyproject.toml allows (on Linux a GPU build of torch: 5 GB)

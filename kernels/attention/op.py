@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from kernels import backend, flops
-from kernels.attention import portable, reference
+from kernels.attention import dispatch, portable, reference
 
-IMPLEMENTATIONS = {"portable": portable.attention, "reference": reference.attention}
+IMPLEMENTATIONS = {"triton": dispatch.attention, "portable": portable.attention, "reference": reference.attention}
 
 
 def attention(
@@ -73,7 +73,7 @@ def attention(
         count.score_bytes += score_bytes(q.shape, k.shape, q.element_size())
         y, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3])
         return (y, lse) if return_lse else y
-    run = backend.implementation("attention", IMPLEMENTATIONS, q)
+    run = backend.implementation("attention", IMPLEMENTATIONS, q, dispatch.refusal(q, v, dropout))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     y, lse = run(
         q,

@@ -1,0 +1,36 @@
+"""Tables of the docs are rewritten between their marks and nowhere else."""
+
+from __future__ import annotations
+
+import pytest
+
+from kernels import bench_gpu, record
+
+
+def test_only_what_stands_between_the_marks_changes(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- x -->\nold\n<!-- x -->\nb <!-- y --> c <!-- y -->\n")
+    record.rewrite("x", ["new", "lines"], page)
+    assert page.read_text() == "a\n<!-- x -->\nnew\nlines\n<!-- x -->\nb <!-- y --> c <!-- y -->\n"
+    with pytest.raises(ValueError, match="must hold the mark <!-- z --> twice; it holds it 0 times"):
+        record.rewrite("z", [], page)
+
+
+@pytest.mark.parametrize("name", ["compiled", "measured"])
+def test_the_page_has_a_place_for_each_table(name):
+    assert record.DOCS.read_text().count(f"<!-- {name} -->") == 2
+
+
+def test_benchmark_without_a_gpu_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(bench_gpu.torch.cuda, "is_available", lambda: False)
+    assert bench_gpu.main([]) == 1
+    assert "needs a GPU" in capsys.readouterr().err
+
+
+def test_work_of_a_benchmark_by_hand():
+    """One query sees all keys: 4 D FLOPs a key and query head; backward is 2.5 times forward."""
+    flops, moved = bench_gpu.Problem("decode", 64, 1, 1000).work()
+    assert flops == 16 * 32 * 1000 * 4 * 64
+    assert moved == 2 * 64 * 16 * (2 * 32 + 2 * 8 * 1000)
+    flops, _ = bench_gpu.Problem("backward", 64, 16_384, 16_384, backward=True).work()
+    assert flops == 2.5 * 32 * (16_384 * 16_385 // 2) * 4 * 64
