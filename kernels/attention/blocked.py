@@ -38,7 +38,10 @@ def attention(
     q_documents: Tensor | None,
     k_documents: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """[B, T, H, V] and the log-sum-exp [B, T, H] in at least fp32, both with gradients; no length may be 0."""
+    """[B, T, H, V] and the log-sum-exp [B, T, H] in at least fp32, both with gradients.
+
+    No length may be 0. On a CPU the last dimension of q, k and v must be contiguous: the fused operator ignores its stride.
+    """
     places = (q_positions, k_positions, q_documents, k_documents)
     return _Blocked.apply(q, k, v, alibi_slopes, sinks, *places, causal, window, scale, softcap)
 
@@ -75,7 +78,7 @@ class _Blocked(torch.autograd.Function):
         causal, window, scale, softcap = ctx.options
         pairs = _pairs(q, k, slopes, places, causal, window)
         run = _fused_backward if dlse is None and _can_fuse(q, v, slopes, softcap) else _dense_backward
-        dy = torch.zeros_like(y) if dy is None else dy
+        dy = torch.zeros_like(y) if dy is None else dy.contiguous()
         delta = (dy * y).sum(-1, dtype=lse.dtype)
         delta = delta if dlse is None else delta - dlse
         dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))

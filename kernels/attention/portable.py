@@ -50,7 +50,7 @@ def attention(
             return y, total.to(torch.promote_types(q.dtype, torch.float32))
         width = v.shape[3]
         if q.device.type == "cpu":
-            q, k, v = _level(q, k, v)
+            q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in _level(q, k, v))
         if lse or any(option is not None for option in extras.values()) or not _fits(q.shape[1], k.shape[1], **masks):
             y, total = blocked.attention(q, k, v, scale=scale, **masks, **extras)
             return y[..., :width], total
@@ -79,7 +79,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tenso
 
 
 def _level(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Zeros up to one width of queries, keys and values, which the fused op for CPUs wants."""
+    """Zeros up to one width of queries, keys and values: the fused op for CPUs knows no other."""
     more = v.shape[3] - k.shape[3]
     if more > 0:
         q, k = pad(q, (0, more)), pad(k, (0, more))
