@@ -42,8 +42,10 @@ def attention(
 
     No length may be 0. On a CPU the last dimension of q, k and v must be contiguous: the fused operator ignores its stride.
     """
-    places = (q_positions, k_positions, q_documents, k_documents)
-    return _Blocked.apply(q, k, v, alibi_slopes, sinks, *places, causal, window, scale, softcap)
+    tensors = (q, k, v, alibi_slopes, sinks, q_positions, k_positions, q_documents, k_documents)
+    # torch.compile takes no tensor twice, and queries and keys often share their documents.
+    views = (None if t is None else t.view_as(t) for t in tensors)
+    return _Blocked.apply(*views, causal, window, scale, softcap)
 
 
 class _Blocked(torch.autograd.Function):
