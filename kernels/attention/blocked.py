@@ -3,8 +3,8 @@
 The H / G query heads of a key head are rows of one block: q [B, G, rows, K] against k [B, G, columns, K]. A block runs
 on torch's fused operator for CPUs where that can say it, else on products in at least fp32; both recompute the weights
 in the backward pass from the log-sum-exp.
-Source: Dao et al. 2022, arXiv:2205.14135, appendix B.4 (backward); one block of queries at a time: Rabe and Staats 2021,
-arXiv:2112.05682.
+Source: Rabe and Staats 2021, arXiv:2112.05682 (blocks of queries); Dao et al. 2022, arXiv:2205.14135, appendix B.4
+(backward).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """[B, T, H, V] and the log-sum-exp [B, T, H] in at least fp32, both with gradients.
 
-    No length may be 0. On a CPU the last dimension of q, k and v must be contiguous: the fused operator ignores its stride.
+    No length may be 0. On a CPU the last dimension of q, k and v is contiguous: the fused operator ignores its stride.
     """
     tensors = (q, k, v, alibi_slopes, sinks, q_positions, k_positions, q_documents, k_documents)
     # torch.compile takes no tensor twice, and queries and keys often share their documents.

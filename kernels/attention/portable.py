@@ -1,7 +1,7 @@
 """Softmax attention in plain PyTorch: any device, no kernel of ours, memory linear in the lengths.
 
-Three ways: torch's fused op where it can say the call, blocks of queries (`blocked`) where not, and the dense definition
-for what needs all weights at once (dropout).
+Three ways: torch's fused op where it can say the call, blocks of queries (`blocked`) where not, and the definition for
+what needs all weights at once (dropout).
 """
 
 from __future__ import annotations
