@@ -71,7 +71,7 @@ class Rope:
 
 
 def reach(documents: Tensor | None, past: State | None, time: int, device: torch.device) -> Tensor:
-    """Tokens of each token's document up to the end of this piece: [1, 1] when nothing was packed, else [B, T]; int64."""
+    """Tokens of each token's document at the end of this piece: [1, 1] when nothing was packed, else [B, T]; int64."""
     if documents is None or not time:
         return torch.full((1, 1), time + (0 if past is None else past.length), device=device)
     ends = torch.cat([documents[:, 1:] != documents[:, :-1], documents[:, :1] == documents[:, :1]], 1)
