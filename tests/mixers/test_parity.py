@@ -57,7 +57,7 @@ def additive(time, window=None, causal=True):
 
 
 def check(theirs, ours, time, table=None, mask=None, names=PROJECTIONS):
-    """Outputs, and gradients to the input and every parameter; `names`: our parts as theirs calls them (None: not there)."""
+    """Outputs, and gradients to the input and every parameter; `names`: our parts as theirs calls them, None: none."""
     torch.manual_seed(time)
     pairs = []
     for name, mine in ours.named_parameters():
