@@ -1,25 +1,21 @@
 """Softmax attention a block of queries at a time: memory linear in the lengths, keys out of reach never read.
 
-The H / G query heads of a key head are rows of one block: q [B, G, rows, K] against k [B, G, columns, K]. A block runs
-on torch's fused operator for CPUs where that can say it, else on products in at least fp32; both recompute the weights
-in the backward pass from the log-sum-exp.
+A PyTorch operator, so that torch.compile keeps it as one node instead of a loop over blocks (which took it minutes).
 Source: Rabe and Staats 2021, arXiv:2112.05682 (blocks of queries); Dao et al. 2022, arXiv:2205.14135, appendix B.4
 (backward).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from kernels.attention import block
 from kernels.attention.pairs import Pairs
-
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def attention(
@@ -42,163 +38,153 @@ def attention(
 
     No length may be 0. On a CPU the last dimension of q, k and v is contiguous: the fused operator ignores its stride.
     """
-    tensors = (q, k, v, alibi_slopes, sinks, q_positions, k_positions, q_documents, k_documents)
-    # torch.compile takes no tensor twice, and queries and keys often share their documents.
-    views = (None if t is None else t.view_as(t) for t in tensors)
-    return _Blocked.apply(*views, causal, window, scale, softcap)
+    places = (q_positions, k_positions, q_documents, k_documents)
+    y, lse = _forward(q, k, v, alibi_slopes, sinks, *places, causal, window, scale, softcap)
+    return y, lse
 
 
-class _Blocked(torch.autograd.Function):
-    """`attention` with its options in the order above."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, sinks: Tensor | None, *others: Any
-    ) -> tuple[Tensor, Tensor]:
-        *places, causal, window, scale, softcap = others
-        pairs = _pairs(q, k, slopes, places, causal, window)
-        run = _fused if _can_fuse(q, v, slopes, softcap) else _dense
-        y = q.new_zeros(*q.shape[:3], v.shape[3])
-        lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.promote_types(q.dtype, torch.float32))
-        for rows, columns in pairs.blocks():
-            bias = pairs.bias(rows, columns, q if run is _fused else lse)
-            part, total = run(*_block(q, k, v, rows, columns), bias, scale, softcap)
-            y[:, rows], lse[:, rows] = _heads(part, pairs.group), _heads(total, pairs.group)
-        if sinks is not None:
-            # One more score whose value is 0.
-            total = torch.logaddexp(lse, sinks.to(lse.dtype))
-            y, lse = y * (lse - _finite(total)).exp()[..., None].to(y.dtype), total
-        ctx.save_for_backward(q, k, v, y, lse, slopes, sinks, *places)
-        ctx.options = causal, window, scale, softcap
-        ctx.set_materialize_grads(False)
-        return y, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, y, lse, slopes, sinks, *places = ctx.saved_tensors
-        causal, window, scale, softcap = ctx.options
-        pairs = _pairs(q, k, slopes, places, causal, window)
-        run = _fused_backward if dlse is None and _can_fuse(q, v, slopes, softcap) else _dense_backward
-        dy = torch.zeros_like(y) if dy is None else dy.contiguous()
-        delta = (dy * y).sum(-1, dtype=lse.dtype)
-        delta = delta if dlse is None else delta - dlse
-        dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
-        dslopes = None if slopes is None else torch.zeros_like(slopes)
-        dsinks = None if sinks is None else -((sinks - lse).exp() * delta).sum((0, 1)).to(sinks.dtype)
-        # Finite where nothing is visible: the bias alone makes those weights 0.
-        lse = _finite(lse)
-        for rows, columns in pairs.blocks():
-            bias = pairs.bias(rows, columns, q if run is _fused_backward else lse)
-            saved = (_rows(t[:, rows], pairs.group) for t in (dy, y, lse, delta))
-            *grads, dscores = run(*_block(q, k, v, rows, columns), bias, scale, softcap, *saved)
-            dq[:, rows] = _heads(grads[0], pairs.group)
-            dk[:, columns] += grads[1].transpose(1, 2)
-            dv[:, columns] += grads[2].transpose(1, 2)
-            if dslopes is not None and dscores is not None:
-                dscores = dscores.unflatten(2, (pairs.group, -1)) * pairs.distance(rows, columns, lse)
-                dslopes -= dscores.sum((0, 3, 4)).flatten()
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dslopes, dsinks, *[None] * 8
+@torch.library.custom_op("mixerlab::attention_blocked", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+    q_positions: Tensor | None,
+    k_positions: Tensor | None,
+    q_documents: Tensor | None,
+    k_documents: Tensor | None,
+    causal: bool,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    places = ((q_positions, k_positions), (q_documents, k_documents))
+    pairs = Pairs(q, k, causal, window, slopes, *places)
+    fused = block.can_fuse(q, v, slopes, softcap)
+    y = q.new_zeros(*q.shape[:3], v.shape[3])
+    lse = q.new_full(q.shape[:3], float("-inf"), dtype=_wide(q))
+    for rows, columns in pairs.blocks():
+        bias = pairs.bias(rows, columns, q if fused else lse)
+        inputs = _rows(q[:, rows], k), k[:, columns].transpose(1, 2), v[:, columns].transpose(1, 2)
+        part, total = block.fused(*inputs, bias, scale) if fused else block.dense(*inputs, bias, scale, softcap)
+        size = rows.stop - rows.start
+        y[:, rows], lse[:, rows] = _heads(part, size), _heads(total, size)
+    if sinks is not None:
+        # One more score, whose value is 0.
+        total = torch.logaddexp(lse, sinks.to(lse.dtype))
+        y, lse = y * (lse - _finite(total)).exp()[..., None].to(y.dtype), total
+    return y, lse
 
 
-def _pairs(
-    q: Tensor, k: Tensor, slopes: Tensor | None, places: list[Tensor | None], causal: bool, window: int | None
-) -> Pairs:
-    group = q.shape[2] // k.shape[2]
-    return Pairs(q.shape[1], k.shape[1], group, causal, window, slopes, (places[0], places[1]), (places[2], places[3]))
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=_wide(q))
 
 
-def _block(q: Tensor, k: Tensor, v: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor, Tensor]:
-    group = q.shape[2] // k.shape[2]
-    return _rows(q[:, rows], group), k[:, columns].transpose(1, 2), v[:, columns].transpose(1, 2)
+@torch.library.custom_op("mixerlab::attention_blocked_backward", mutates_args=())
+def _backward(
+    y: Tensor,
+    lse: Tensor,
+    dy: Tensor,
+    dlse: Tensor | None,
+    learned_slopes: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+    q_positions: Tensor | None,
+    k_positions: Tensor | None,
+    q_documents: Tensor | None,
+    k_documents: Tensor | None,
+    causal: bool,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Of q, k, v, the slopes and the sinks; the last two are empty where there is nothing to give."""
+    places = ((q_positions, k_positions), (q_documents, k_documents))
+    pairs = Pairs(q, k, causal, window, slopes, *places)
+    fused = dlse is None and not learned_slopes and block.can_fuse(q, v, slopes, softcap)
+    dy = dy.contiguous()
+    delta = (dy * y).sum(-1, dtype=lse.dtype)
+    delta = delta if dlse is None else delta - dlse
+    dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
+    dslopes = lse.new_zeros(q.shape[2] if learned_slopes else 0)
+    dsinks = lse.new_zeros(0) if sinks is None else -((sinks - lse).exp() * delta).sum((0, 1))
+    # Finite where nothing is visible: the bias alone makes those weights 0.
+    lse = _finite(lse)
+    parts: Sequence[Tensor]
+    for rows, columns in pairs.blocks():
+        bias = pairs.bias(rows, columns, q if fused else lse)
+        inputs = _rows(q[:, rows], k), k[:, columns].transpose(1, 2), v[:, columns].transpose(1, 2)
+        size = rows.stop - rows.start
+        out, total, dout, change = (_rows(t[:, rows], k) for t in (y, lse, dy, delta))
+        if fused:
+            parts = block.fused_backward(*inputs, bias, scale, out, total, dout)
+        else:
+            *parts, dbias = block.dense_backward(*inputs, bias, scale, softcap, total, dout, change)
+            if learned_slopes:
+                dslopes -= (_heads(dbias, size) * pairs.distance(rows, columns, lse)).sum((0, 1, 3))
+        dq[:, rows] = _heads(parts[0], size)
+        dk[:, columns] += parts[1].transpose(1, 2)
+        dv[:, columns] += parts[2].transpose(1, 2)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dslopes, dsinks
 
 
-def _rows(x: Tensor, group: int) -> Tensor:
-    """[B, T, H, ...] -> [B, G, group * T, ...]."""
-    return rearrange(x, "b t (g n) ... -> b g (n t) ...", n=group)
+@_backward.register_fake
+def _(
+    y: Tensor,
+    lse: Tensor,
+    dy: Tensor,
+    dlse: Tensor | None,
+    learned_slopes: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    heads = q.shape[2]
+    extras = lse.new_empty(heads if learned_slopes else 0), lse.new_empty(0 if sinks is None else heads)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), *extras
 
 
-def _heads(x: Tensor, group: int) -> Tensor:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*output, *inputs[:9])
+    ctx.options = inputs[9:]
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dy: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    y, lse, *inputs = ctx.saved_tensors
+    slopes, sinks = inputs[3:5]
+    learned = slopes is not None and ctx.needs_input_grad[3]
+    dy = torch.zeros_like(y) if dy is None else dy
+    *grads, dslopes, dsinks = _backward(y, lse, dy, dlse, learned, *inputs, *ctx.options)
+    dslopes = dslopes.to(slopes.dtype) if learned else None
+    dsinks = None if sinks is None else dsinks.to(sinks.dtype)
+    return *grads, dslopes, dsinks, *[None] * 8
+
+
+_forward.register_autograd(_differentiate, setup_context=_keep)
+
+
+def _wide(q: Tensor) -> torch.dtype:
+    return torch.promote_types(q.dtype, torch.float32)
+
+
+def _rows(x: Tensor, k: Tensor) -> Tensor:
+    """[B, T, H, ...] -> [B, G, H / G * T, ...], for k [B, S, G, K]."""
+    return rearrange(x, "b t (g n) ... -> b g (n t) ...", g=k.shape[2])
+
+
+def _heads(x: Tensor, time: int) -> Tensor:
     """What `_rows` did, undone."""
-    return rearrange(x, "b g (n t) ... -> b t (g n) ...", n=group)
+    return rearrange(x, "b g (n t) ... -> b t (g n) ...", t=time)
 
 
 def _finite(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == float("-inf"), 0)
-
-
-def _can_fuse(q: Tensor, v: Tensor, slopes: Tensor | None, softcap: float | None) -> bool:
-    """Can torch's fused operator for CPUs say it? It takes its bias in q's dtype and gives no gradient to it."""
-    narrow = torch.finfo(q.dtype).bits < 32
-    biased = slopes is not None and (narrow or slopes.requires_grad)
-    return q.device.type == "cpu" and softcap is None and not biased and q.shape[3] == v.shape[3]
-
-
-def _fused(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, softcap: None
-) -> tuple[Tensor, Tensor]:
-    """A block's output [B, G, rows, V] and log-sum-exp [B, G, rows]."""
-    y, lse = _flash(q, k, v, 0.0, False, attn_mask=bias, scale=scale)
-    if bias is None:
-        return y, lse
-    empty = bias.amax(-1) == float("-inf")
-    return y.masked_fill(empty[..., None], 0), lse.masked_fill(empty, float("-inf"))
-
-
-def _fused_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    scale: float,
-    softcap: None,
-    dy: Tensor,
-    y: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, None]:
-    """Gradients of a block's q, k and v."""
-    return *_flash_backward(dy, q, k, v, y, lse, 0.0, False, attn_mask=bias, scale=scale), None
-
-
-def _dense(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor]:
-    """As `_fused`, on any device; in at least fp32."""
-    scores, _ = _scores(q, k, bias, scale, softcap)
-    lse = scores.logsumexp(-1)
-    return (scores - _finite(lse)[..., None]).exp() @ v.to(scores.dtype), lse
-
-
-def _dense_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    dy: Tensor,
-    y: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of a block's q, k and v, and of the scores that the bias was added to."""
-    scores, slope = _scores(q, k, bias, scale, softcap)
-    dy, v = dy.to(scores.dtype), v.to(scores.dtype)
-    weights = (scores - lse[..., None]).exp()
-    dscores = weights * (dy @ v.transpose(2, 3) - delta[..., None])
-    dproducts = dscores * scale if slope is None else dscores * slope * scale
-    dq, dk = dproducts @ k.to(scores.dtype), dproducts.transpose(2, 3) @ q.to(scores.dtype)
-    return dq, dk, weights.transpose(2, 3) @ dy, dscores
-
-
-def _scores(
-    q: Tensor, k: Tensor, bias: Tensor | None, scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor | None]:
-    """[B, G, rows, columns] in at least fp32, and the derivative of the cap."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    scores, slope = q.to(wide) @ k.to(wide).transpose(2, 3) * scale, None
-    if softcap is not None:
-        squashed = torch.tanh(scores / softcap)
-        scores, slope = softcap * squashed, 1 - squashed.square()
-    return (scores if bias is None else scores + bias), slope

@@ -18,24 +18,25 @@ class Pairs:
     """The visible pairs of one call, a block of rows (queries) and columns (keys) at a time.
 
     Args:
-        queries, keys: T and S.
-        slopes: [H], of H query heads in groups of `group`; the rest as in `op.attention`.
+        q: [B, T, H, K]; k: [B, S, G, K].
+        positions, documents: of the queries and of the keys; the rest as in `op.attention`.
     """
 
     def __init__(
         self,
-        queries: int,
-        keys: int,
-        group: int,
+        q: Tensor,
+        k: Tensor,
         causal: bool,
         window: int | None,
         slopes: Tensor | None,
         positions: tuple[Tensor | None, Tensor | None],
         documents: tuple[Tensor | None, Tensor | None],
     ):
-        self.queries, self.keys, self.group, self.causal, self.window = queries, keys, group, causal, window
-        self.slopes, self.positions, self.documents = slopes, positions, documents
-        self.shift = keys - queries
+        self.queries, self.keys, self.group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
+        self.causal, self.window, self.slopes = causal, window, slopes
+        self.positions, self.documents = positions, documents
+        # Without positions the ends are aligned.
+        self.shift = self.keys - self.queries
         self._alike: tuple[int, ...] = ()
         self._last: Tensor | None = None
 
@@ -64,9 +65,9 @@ class Pairs:
         return self._last
 
     def distance(self, rows: slice, columns: slice, like: Tensor) -> Tensor:
-        """How far apart, whichever comes first: [1 or B, 1, 1, rows, columns]."""
+        """How far apart, whichever comes first: [1 or B, rows, 1, columns]."""
         q_positions, k_positions = self._positions(rows, columns, like.device)
-        return (q_positions[:, :, None] - k_positions[:, None, :]).abs()[:, None, None].to(like.dtype)
+        return (q_positions[:, :, None, None] - k_positions[:, None, None, :]).abs().to(like.dtype)
 
     def _bias(self, rows: slice, columns: slice, like: Tensor) -> Tensor | None:
         q_positions, k_positions = self._positions(rows, columns, like.device)
@@ -86,7 +87,8 @@ class Pairs:
             return None
         bias = like.new_zeros(1, 1, 1, 1, 1)
         if self.slopes is not None:
-            bias = -self.slopes.to(like.dtype).view(-1, self.group, 1, 1) * self.distance(rows, columns, like)
+            slopes = self.slopes.to(like.dtype).view(-1, self.group, 1, 1)
+            bias = -slopes * self.distance(rows, columns, like).transpose(1, 2)[:, None]
         if seen is not None:
             bias = bias.masked_fill(~seen[:, None, None], float("-inf"))
         return bias.expand(-1, -1, self.group, -1, -1).flatten(2, 3)
