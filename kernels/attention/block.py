@@ -20,10 +20,12 @@ def can_fuse(q: Tensor, v: Tensor, slopes: Tensor | None, softcap: float | None)
     return q.device.type == "cpu" and softcap is None and not rounded and q.shape[3] == v.shape[3]
 
 
-def fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """Output [B, G, rows, V] and log-sum-exp [B, G, rows]."""
+def fused(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, gaps: bool
+) -> tuple[Tensor, Tensor]:
+    """Output [B, G, rows, V] and log-sum-exp [B, G, rows]; `gaps`: a row may see nothing."""
     y, lse = _flash(q, k, v, 0.0, False, attn_mask=bias, scale=scale)
-    if bias is None:
+    if bias is None or not gaps:
         return y, lse
     empty = bias.amax(-1) == float("-inf")
     return y.masked_fill(empty[..., None], 0), lse.masked_fill(empty, float("-inf"))
@@ -39,7 +41,7 @@ def fused_backward(
 def dense(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """As `fused`, on any device, the output in at least fp32."""
+    """As `fused`, on any device; in at least fp32."""
     scores, _ = _scores(q, k, bias, scale, softcap)
     lse = scores.logsumexp(-1)
     # Rows that see nothing: exp(-inf - 0).

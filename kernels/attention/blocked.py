@@ -64,12 +64,15 @@ def _forward(
     fused = block.can_fuse(q, v, slopes, softcap)
     y = q.new_zeros(*q.shape[:3], v.shape[3])
     lse = q.new_full(q.shape[:3], float("-inf"), dtype=_wide(q))
+    by_group = [_grouped(t, k) for t in (q, y, lse)]
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
     for rows, columns in pairs.blocks():
         bias = pairs.bias(rows, columns, q if fused else lse)
-        inputs = _rows(q[:, rows], k), k[:, columns].transpose(1, 2), v[:, columns].transpose(1, 2)
-        part, total = block.fused(*inputs, bias, scale) if fused else block.dense(*inputs, bias, scale, softcap)
-        size = rows.stop - rows.start
-        y[:, rows], lse[:, rows] = _heads(part, size), _heads(total, size)
+        q_block, y_block, lse_block = (t[:, :, :, rows] for t in by_group)
+        inputs = q_block.flatten(2, 3), k[:, :, columns], v[:, :, columns], bias, scale
+        part, total = block.fused(*inputs, pairs.gaps) if fused else block.dense(*inputs, softcap)
+        y_block.copy_(part.view_as(y_block))
+        lse_block.copy_(total.view_as(lse_block))
     if sinks is not None:
         # One more score, whose value is 0.
         total = torch.logaddexp(lse, sinks.to(lse.dtype))
@@ -108,28 +111,33 @@ def _backward(
     pairs = Pairs(q, k, causal, window, slopes, *places)
     fused = dlse is None and not learned_slopes and block.can_fuse(q, v, slopes, softcap)
     dy = dy.contiguous()
-    delta = (dy * y).sum(-1, dtype=lse.dtype)
-    delta = delta if dlse is None else delta - dlse
+    parts: Sequence[Tensor]
     dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
     dslopes = lse.new_zeros(q.shape[2] if learned_slopes else 0)
-    dsinks = lse.new_zeros(0) if sinks is None else -((sinks - lse).exp() * delta).sum((0, 1))
+    dsinks = lse.new_zeros(0)
     # Finite where nothing is visible: the bias alone makes those weights 0.
-    lse = _finite(lse)
-    parts: Sequence[Tensor]
+    by_group = [_grouped(t, k) for t in (dq, q, y, _finite(lse), dy)]
+    if sinks is not None or not fused:
+        delta = (dy * y).sum(-1, dtype=lse.dtype)
+        delta = delta if dlse is None else delta - dlse
+        by_group.append(_grouped(delta, k))
+        dsinks = dsinks if sinks is None else -((sinks - lse).exp() * delta).sum((0, 1))
+    k_heads, v_heads, dk_heads, dv_heads = (t.transpose(1, 2) for t in (k, v, dk, dv))
     for rows, columns in pairs.blocks():
         bias = pairs.bias(rows, columns, q if fused else lse)
-        inputs = _rows(q[:, rows], k), k[:, columns].transpose(1, 2), v[:, columns].transpose(1, 2)
-        size = rows.stop - rows.start
-        out, total, dout, change = (_rows(t[:, rows], k) for t in (y, lse, dy, delta))
+        dq_block, *saved = (t[:, :, :, rows] for t in by_group)
+        q_block, *saved = (t.flatten(2, 3) for t in saved)
+        inputs = q_block, k_heads[:, :, columns], v_heads[:, :, columns], bias, scale
         if fused:
-            parts = block.fused_backward(*inputs, bias, scale, out, total, dout)
+            parts = block.fused_backward(*inputs, *saved[:3])
         else:
-            *parts, dbias = block.dense_backward(*inputs, bias, scale, softcap, total, dout, change)
+            *parts, dbias = block.dense_backward(*inputs, softcap, *saved[1:])
             if learned_slopes:
-                dslopes -= (_heads(dbias, size) * pairs.distance(rows, columns, lse)).sum((0, 1, 3))
-        dq[:, rows] = _heads(parts[0], size)
-        dk[:, columns] += parts[1].transpose(1, 2)
-        dv[:, columns] += parts[2].transpose(1, 2)
+                apart = dbias.unflatten(2, (pairs.group, -1)) * pairs.distance(rows, columns, lse)
+                dslopes -= apart.sum((0, 3, 4)).flatten()
+        dq_block.copy_(parts[0].view_as(dq_block))
+        dk_heads[:, :, columns].add_(parts[1])
+        dv_heads[:, :, columns].add_(parts[2])
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dslopes, dsinks
 
 
@@ -176,14 +184,9 @@ def _wide(q: Tensor) -> torch.dtype:
     return torch.promote_types(q.dtype, torch.float32)
 
 
-def _rows(x: Tensor, k: Tensor) -> Tensor:
-    """[B, T, H, ...] -> [B, G, H / G * T, ...], for k [B, S, G, K]."""
-    return rearrange(x, "b t (g n) ... -> b g (n t) ...", g=k.shape[2])
-
-
-def _heads(x: Tensor, time: int) -> Tensor:
-    """What `_rows` did, undone."""
-    return rearrange(x, "b g (n t) ... -> b t (g n) ...", t=time)
+def _grouped(x: Tensor, k: Tensor) -> Tensor:
+    """[B, T, H, ...] as [B, G, H / G, T, ...], for k [B, S, G, K]."""
+    return rearrange(x, "b t (g n) ... -> b g n t ...", g=k.shape[2])
 
 
 def _finite(lse: Tensor) -> Tensor:

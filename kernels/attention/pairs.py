@@ -37,8 +37,14 @@ class Pairs:
         self.positions, self.documents = positions, documents
         # Without positions the ends are aligned.
         self.shift = self.keys - self.queries
+        self._placed = any(t is not None for t in (*positions, *documents))
         self._alike: tuple[int, ...] = ()
         self._last: Tensor | None = None
+
+    @property
+    def gaps(self) -> bool:
+        """May a query see nothing? With the ends aligned it sees at least itself, where there is a key for it."""
+        return self._placed or self.shift < 0
 
     def blocks(self) -> Iterator[tuple[slice, slice]]:
         """Rows and the columns in their reach; under given positions all columns are looked at."""
@@ -56,7 +62,7 @@ class Pairs:
 
     def bias(self, rows: slice, columns: slice, like: Tensor) -> Tensor | None:
         """What is added to the scores: [1 or B, 1 or G, group * rows, columns] of like's dtype; None: nothing."""
-        if any(t is not None for t in (*self.positions, *self.documents)):
+        if self._placed:
             return self._bias(rows, columns, like)
         # The blocks inside of a window stand alike and share one.
         alike = rows.start - columns.start, rows.stop - rows.start, columns.stop - columns.start
@@ -65,9 +71,9 @@ class Pairs:
         return self._last
 
     def distance(self, rows: slice, columns: slice, like: Tensor) -> Tensor:
-        """How far apart, whichever comes first: [1 or B, rows, 1, columns]."""
+        """How far apart, whichever comes first: [1 or B, 1, 1, rows, columns]."""
         q_positions, k_positions = self._positions(rows, columns, like.device)
-        return (q_positions[:, :, None, None] - k_positions[:, None, None, :]).abs().to(like.dtype)
+        return (q_positions[:, :, None] - k_positions[:, None, :]).abs()[:, None, None].to(like.dtype)
 
     def _bias(self, rows: slice, columns: slice, like: Tensor) -> Tensor | None:
         q_positions, k_positions = self._positions(rows, columns, like.device)
@@ -88,7 +94,7 @@ class Pairs:
         bias = like.new_zeros(1, 1, 1, 1, 1)
         if self.slopes is not None:
             slopes = self.slopes.to(like.dtype).view(-1, self.group, 1, 1)
-            bias = -slopes * self.distance(rows, columns, like).transpose(1, 2)[:, None]
+            bias = -slopes * self.distance(rows, columns, like)
         if seen is not None:
             bias = bias.masked_fill(~seen[:, None, None], float("-inf"))
         return bias.expand(-1, -1, self.group, -1, -1).flatten(2, 3)
