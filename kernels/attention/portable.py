@@ -46,15 +46,18 @@ def attention(
     extras: dict[str, Any] = dict(softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks)
     with _no_autocast(q):
         if dropout or 0 in (*q.shape, *k.shape):
-            y, total = reference.attention(q, k, v, scale=scale, dropout=dropout, **masks, **extras)
-            return y, total.to(torch.promote_types(q.dtype, torch.float32))
+            y, log_sum = reference.attention(q, k, v, scale=scale, dropout=dropout, **masks, **extras)
+            return y, log_sum.to(torch.promote_types(q.dtype, torch.float32))
         width = v.shape[3]
+        total: Tensor | None = None
         if q.device.type == "cpu":
             q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in _level(q, k, v))
         if lse or any(option is not None for option in extras.values()) or not _fits(q.shape[1], k.shape[1], **masks):
             y, total = blocked.attention(q, k, v, scale=scale, **masks, **extras)
-            return y[..., :width], total
-        return _fused(q, k, v, causal and q.shape[1] > 1, scale)[..., :width], None
+        else:
+            y = _fused(q, k, v, causal and q.shape[1] > 1, scale)
+        # The gradient of a slice is a copy.
+        return (y if y.shape[3] == width else y[..., :width]), total
 
 
 def _fits(queries: int, keys: int, *, causal: bool, window: int | None, **places: Tensor | None) -> bool:

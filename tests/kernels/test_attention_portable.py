@@ -179,6 +179,20 @@ def test_the_log_sum_exp_is_wide_and_the_output_is_not(dtype):
     assert y.dtype == dtype and lse.dtype == torch.promote_types(dtype, torch.float32)
 
 
+def test_large_distances_of_alibi_survive_half_precision():
+    """0.1 x 999 tokens: bf16 has no number between 99.5 and 100."""
+    x = torch.zeros(1, 1, 1, 4, dtype=torch.bfloat16)
+    places = dict(q_positions=torch.tensor([[999]]), k_positions=torch.tensor([[0]]))
+    _, lse = attention(x, x, x, alibi_slopes=torch.tensor([0.1]), return_lse=True, **places)
+    assert lse.item() == pytest.approx(-99.9, abs=1e-4)
+
+
+def test_products_of_our_own_are_in_fp32_and_rounded_once():
+    q, k, v = (torch.randn(1, 150, 2, 8).bfloat16() for _ in range(3))
+    wide = attention(q.float(), k.float(), v.float(), softcap=3.0)
+    assert torch.equal(attention(q, k, v, softcap=3.0), wide.bfloat16())
+
+
 def test_autocast_does_not_narrow_what_is_inside():
     q, k, v = (torch.randn(1, 150, 2, 8) for _ in range(3))
     expected = attention(q, k, v, softcap=3.0)
