@@ -118,7 +118,8 @@ class Attention(Mixer):
         k, v = self._keys(x)
         if self.rope is not None and (past is None or not self.rope.by_length):
             places = positions(documents, past, x.shape[1], x.device)
-            angles = self.rope.angles(places, reach(documents, past, x.shape[1], x.device))
+            length = reach(documents, past, x.shape[1], x.device) if self.rope.by_length else None
+            angles = self.rope.angles(places, length)
             q, k = self.rope.turn(q, angles), self.rope.turn(k, angles)
         if past is None:
             y = self._attend(

@@ -46,16 +46,17 @@ class Rope:
         except ValueError as error:
             raise ValueError(f"rope_scaling: {error}") from error
 
-    def angles(self, places: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+    def angles(self, places: Tensor, length: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Cosine and sine for `turn`: [1 or B, T, 1, R/2] float64, times the amplitude.
 
         They are float64 whatever the dtype or autocast: in fp32, angles are off by 0.025 at position 1,000,000.
 
         Args:
             places: [1 or B, T] integers; only differences inside a document count.
-            length: of each token's document, [1 or B, 1 or T] integers.
+            length: of each token's document, [1 or B, 1 or T] integers; needed under `by_length` alone.
         """
-        steps = self.scaling.frequencies(self.base, self.turned, length)
+        assert length is not None or not self.by_length
+        steps = self.scaling.frequencies(self.base, self.turned, places if length is None else length)
         turns = (places.to(torch.float64)[..., None] * steps)[:, :, None]
         return turns.cos() * self.scaling.amplitude, turns.sin() * self.scaling.amplitude
 

@@ -91,6 +91,14 @@ def test_equals_definition(draw):
         assert torch.isfinite(a).all() and torch.allclose(a, b, atol=1e-11, rtol=1e-11)
 
 
+@pytest.mark.parametrize("widths", [(16, 16), (80, 80), (128, 64), (192, 128), (256, 256)], ids=str)
+def test_widths_of_heads_equal_definition(widths):
+    for options in (dict(window=20), dict(window=20, softcap=1.5)):
+        draw = PLAIN | options | dict(widths=widths, lengths=(70, 70))
+        got, expected = (outputs_and_gradients(*example(draw), name) for name in ("portable", "reference"))
+        assert all(torch.allclose(a, b, atol=1e-11, rtol=1e-11) for a, b in zip(got, expected, strict=True))
+
+
 SINGLES = {
     "plain": {},
     "window": dict(window=20),

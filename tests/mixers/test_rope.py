@@ -22,7 +22,7 @@ def by_complex(x, places, base, layout="half"):
 
 def turn(x, places, base=10_000.0, fraction=1.0, layout="half"):
     rope = Rope(x.shape[-1], base, fraction, layout, None)
-    return rope.turn(x, rope.angles(places, torch.ones(1, 1)))
+    return rope.turn(x, rope.angles(places))
 
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
@@ -70,7 +70,7 @@ def test_angles_stay_wide_in_bf16(autocast):
 def test_a_mixer_in_bf16_keeps_exact_angles():
     """C11: nothing that a cast of the weights reaches holds angles."""
     mixer = registry.build("mha", 64, n_heads=1)
-    wide = [t.clone() for t in mixer.rope.angles(torch.tensor([[4095]]), torch.tensor([[4096]]))]
-    narrow = mixer.bfloat16().rope.angles(torch.tensor([[4095]]), torch.tensor([[4096]]))
+    wide = [t.clone() for t in mixer.rope.angles(torch.tensor([[4095]]))]
+    narrow = mixer.bfloat16().rope.angles(torch.tensor([[4095]]))
     assert all(torch.equal(a, b) and a.dtype == torch.float64 for a, b in zip(wide, narrow, strict=True))
     assert not list(mixer.buffers())
