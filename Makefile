@@ -17,7 +17,7 @@ BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install packages venv quickstart test ui gpu aot bench-step lint lock test-floor clean
+.PHONY: help install packages venv quickstart test ui gpu aot bench-step bench-cpu lint lock test-floor clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -75,6 +75,9 @@ aot: $(INSTALLED)  ## compile every Triton kernel for GPUs that need not be here
 
 bench-step: $(INSTALLED)  ## what the framework adds to a training step, against a bare PyTorch loop
 	@$(BIN)/python -m experiments.bench_step
+
+bench-cpu: $(INSTALLED)  ## the ops on a CPU against what people use instead: docs/kernels_cpu.md
+	@$(BIN)/python -m kernels.bench && $(BIN)/python -m mixers.bench
 
 lint: $(INSTALLED)  ## ruff, import-linter, and mypy on kernels, mixers and arch
 	@status=0; for check in 'ruff check .' lint-imports mypy; do $(BIN)/$$check || status=1; done; exit $$status

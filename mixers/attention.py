@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any, Literal
 
+import torch
 from einops import rearrange
 from torch import Tensor, nn
 
 from kernels.attention.op import attention
-from mixers import cache
-from mixers.base import Memory, Mixer, State, positions
+from mixers import alibi, cache
+from mixers.base import Memory, Mixer, State, positions, take
 from mixers.parts import divisor_up_to, head_count, mark
-from mixers.rope import rotary_channels, rotate
+from mixers.rope import Layout, Rope, reach
 
 log = logging.getLogger(__name__)
 
-Position = Literal["rope", "none"]
+Position = Literal["rope", "alibi", "none"]
 
 
 class Attention(Mixer):
@@ -31,12 +33,18 @@ class Attention(Mixer):
         head_dim: K; None: d_model / n_heads.
         window: W, keys a query sees on its left, itself included; None: all.
         causal: False: every token sees both sides (the window too).
-        position: "rope" turns queries and keys, "none" leaves order to the mask.
-        rope_base, rope_fraction: see `mixers.rope`.
+        position: "rope" turns queries and keys, "alibi" takes a slope times the distance from the scores (on both sides
+            where not causal), "none" leaves order to the mask.
+        rope_base, rope_fraction, rope_layout: see `mixers.rope`.
+        rope_scaling: null, or {rope_type: yarn, factor: 4, ..} for lengths past the trained one: `mixers.rope_scaling`.
+            Under dynamic and longrope the angles depend on the length of the document so far. Keys are then cached
+            unturned and turned for each call, so that the last output is that of an uncached call on the same inputs;
+            what earlier calls gave (and so the inputs of the layers above) stays as it was at their length.
         bias: of the four projections.
         qk_norm: RMS norm over each head's queries and keys, before they turn.
-        scale: factor of the scores; None: 1 / sqrt(K); 1.0: the unscaled multiplicative form.
+        scale: factor of the scores; None: 1 / sqrt(K); 1.0: unscaled, the multiplicative form of Luong et al. 2015.
         softcap: scores become softcap * tanh(score / softcap).
+        sinks: a learned score a head that takes part in the softmax and gives nothing, 0 at first.
         dropout: share of attention weights dropped in training.
     Raises:
         ValueError: heads that do not divide, an option out of range.
@@ -56,10 +64,13 @@ class Attention(Mixer):
         position: Position,
         rope_base: float,
         rope_fraction: float,
+        rope_layout: Layout,
+        rope_scaling: Mapping[str, Any] | None,
         bias: bool,
         qk_norm: bool,
         scale: float | None,
         softcap: float | None,
+        sinks: bool,
         dropout: float,
     ):
         super().__init__()
@@ -68,11 +79,13 @@ class Attention(Mixer):
         if self.n_kv_heads < 1 or self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_heads={self.n_heads} must be a multiple of n_kv_heads={n_kv_heads}")
         self.head_dim = d_model // self.n_heads if head_dim is None else head_dim
-        _check(self.head_dim, window, scale, softcap, dropout, rope_base)
+        _check(self.head_dim, window, scale, softcap, dropout)
+        if rope_scaling is not None and position != "rope":
+            raise ValueError(f"rope_scaling={dict(rope_scaling)} needs position=rope; got {position}")
+        self.rope = None
         if position == "rope":
-            rotary_channels(self.head_dim, rope_fraction)
+            self.rope = Rope(self.head_dim, rope_base, rope_fraction, rope_layout, rope_scaling)
         self.window, self.causal, self.position = window, causal, position
-        self.rope_base, self.rope_fraction = rope_base, rope_fraction
         self.scale, self.softcap, self.dropout = scale, softcap, dropout
         self.q = nn.Linear(d_model, self.n_heads * self.head_dim, bias=bias)
         self.k = nn.Linear(d_model, self.n_kv_heads * self.head_dim, bias=bias)
@@ -80,6 +93,7 @@ class Attention(Mixer):
         self.out = mark(nn.Linear(self.n_heads * self.head_dim, d_model, bias=bias), residual=True)
         self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-6) if qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(self.head_dim, eps=1e-6) if qk_norm else nn.Identity()
+        self.sinks = nn.Parameter(torch.zeros(self.n_heads)) if sinks else None
 
     def empty(self, batch: int, like: Tensor) -> dict[str, Tensor]:
         """A cache without tokens."""
@@ -102,9 +116,11 @@ class Attention(Mixer):
         if past is not None and "memory.k" in past.tensors:
             return self._cross(q, past.tensors, documents), past.own
         k, v = self._keys(x)
-        if self.position == "rope":
-            place = positions(documents, past, x.shape[1], x.device)
-            q, k = (rotate(t, place, self.rope_base, self.rope_fraction) for t in (q, k))
+        if self.rope is not None and (past is None or not self.rope.by_length):
+            places = positions(documents, past, x.shape[1], x.device)
+            length = reach(documents, past, x.shape[1], x.device) if self.rope.by_length else None
+            angles = self.rope.angles(places, length)
+            q, k = self.rope.turn(q, angles), self.rope.turn(k, angles)
         if past is None:
             y = self._attend(
                 q, k, v, causal=self.causal, window=self.window, q_documents=documents, k_documents=documents
@@ -114,38 +130,63 @@ class Attention(Mixer):
             seen, kept = cache.growing(past, k, v, documents)
         else:
             seen, kept = cache.ring(past, k, v, documents, self.window)
-        y = self._attend(
+        k = seen.k
+        if self.rope is not None and self.rope.by_length:
+            q, k = self._turned_now(self.rope, q, seen, reach(documents, past, x.shape[1], x.device))
+        return self._project(self._attend_cache(q, k, seen, documents)), kept
+
+    def _turned_now(self, rope: Rope, q: Tensor, seen: cache.Attended, length: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and all keys, cached ones too, at the angles of the length reached."""
+        q_places, k_places = seen.places(q.shape[1])
+        k_length = length if seen.fresh is None or length.shape[1] == 1 else take(length, seen.fresh)
+        return rope.turn(q, rope.angles(q_places, length)), rope.turn(seen.k, rope.angles(k_places, k_length))
+
+    def _attend_cache(self, q: Tensor, k: Tensor, seen: cache.Attended, documents: Tensor | None) -> Tensor:
+        placed = self.position == "alibi" or not seen.all_visible
+        return self._attend(
             q,
-            seen.k,
+            k,
             seen.v,
             causal=not seen.all_visible,
             window=None if seen.all_visible else self.window,
-            q_positions=seen.q_positions,
-            k_positions=seen.k_positions,
+            q_positions=seen.q_positions if placed else None,
+            k_positions=seen.k_positions if placed else None,
             q_documents=documents,
             k_documents=seen.k_documents,
         )
-        return self._project(y), kept
 
     def _cross(self, q: Tensor, kept: dict[str, Tensor], documents: Tensor | None) -> Tensor:
         ids = kept.get("memory.documents")
         if ids is not None and documents is None:
             documents = ids.new_ones(q.shape[:2])
-        return self._project(
-            self._attend(
-                q, kept["memory.k"], kept["memory.v"], causal=False, window=None, q_documents=documents, k_documents=ids
-            )
+        y = self._attend(
+            q,
+            kept["memory.k"],
+            kept["memory.v"],
+            ordered=False,
+            causal=False,
+            window=None,
+            q_documents=documents,
+            k_documents=ids,
         )
+        return self._project(y)
 
     def _keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
         k, v = (rearrange(project(x), "b s (g k) -> b s g k", g=self.n_kv_heads) for project in (self.k, self.v))
         return _normed(self.k_norm, k), v
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, **places: Any) -> Tensor:
-        # The cache may hold another dtype than autocast gives here.
-        k, v = k.to(q.dtype), v.to(q.dtype)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, ordered: bool = True, **places: Any) -> Tensor:
         return attention(
-            q, k, v, scale=self.scale, softcap=self.softcap, dropout=self.dropout if self.training else 0.0, **places
+            q,
+            # The cache may hold another dtype than autocast gives here.
+            k.to(q.dtype),
+            v.to(q.dtype),
+            scale=self.scale,
+            softcap=self.softcap,
+            alibi_slopes=alibi.slopes(self.n_heads, q.device) if ordered and self.position == "alibi" else None,
+            sinks=self.sinks,
+            dropout=self.dropout if self.training else 0.0,
+            **places,
         )
 
     def _project(self, y: Tensor) -> Tensor:
@@ -166,16 +207,13 @@ def _normed(norm: nn.Module, x: Tensor) -> Tensor:
     return norm(x).to(x.dtype)
 
 
-def _check(
-    head_dim: int, window: int | None, scale: float | None, softcap: float | None, dropout: float, rope_base: float
-) -> None:
+def _check(head_dim: int, window: int | None, scale: float | None, softcap: float | None, dropout: float) -> None:
     for name, value, fine, wanted in (
         ("head_dim", head_dim, head_dim >= 1, "at least 1"),
         ("window", window, window is None or window >= 1, "at least 1"),
         ("scale", scale, scale is None or scale > 0, "above 0"),
         ("softcap", softcap, softcap is None or softcap > 0, "above 0"),
         ("dropout", dropout, 0 <= dropout < 1, "at least 0 and below 1"),
-        ("rope_base", rope_base, rope_base > 1, "above 1"),
     ):
         if not fine:
             raise ValueError(f"{name}={value} must be {wanted}")

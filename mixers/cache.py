@@ -2,8 +2,8 @@
 
 Entries are head-major, [B, G, slots, K], which decode reads fastest. Without gradients they are written in place and
 grow by doubling; with gradients every write makes a new tensor. `growing` keeps everything; `ring` keeps the last W
-tokens, token p in slot p mod W. Both give the keys and values to attend to, with positions and documents where packing
-needs them.
+tokens, token p in slot p mod W. Both give the keys and values to attend to, with positions and documents where they are
+needed.
 """
 
 from __future__ import annotations
@@ -21,14 +21,27 @@ _NEVER = 2**30
 
 @dataclass(frozen=True)
 class Attended:
-    """Arguments of `attention`: k, v [B, S, G, K]; the rest [B, T] and [B, S], or None where nothing was packed."""
+    """Arguments of `attention`: k, v [B, S, G, K]; the rest [B, T] and [B, S], or None where nothing was packed.
+
+    Attributes:
+        all_visible: no mask is needed; the positions then only say how far apart tokens are.
+        fresh: [B, S], which token of this piece a key is; 0 for those before it.
+    """
 
     k: Tensor
     v: Tensor
     q_positions: Tensor | None = None
     k_positions: Tensor | None = None
     k_documents: Tensor | None = None
+    fresh: Tensor | None = None
     all_visible: bool = False
+
+    def places(self, time: int) -> tuple[Tensor, Tensor]:
+        """Positions in the row of the piece's queries and of the keys, up to a common shift."""
+        if self.q_positions is not None and self.k_positions is not None:
+            return self.q_positions, self.k_positions
+        index = torch.arange(self.k.shape[1], device=self.k.device)[None]
+        return index[:, self.k.shape[1] - time :], index
 
 
 def empty(batch: int, heads: int, key_dim: int, value_dim: int, like: Tensor) -> dict[str, Tensor]:
@@ -49,7 +62,8 @@ def growing(past: State, k: Tensor, v: Tensor, documents: Tensor | None) -> tupl
     ids = _documents(past, batch, past.length, documents)
     kept["documents"] = _flat(_scatter(_headed(ids), end, slots, _headed(documents)))
     places = torch.arange(end, device=k.device).expand(batch, -1)
-    seen = Attended(_seen(kept["k"], end), _seen(kept["v"], end), slots, places, kept["documents"][:, :end])
+    fresh = (places - past["filled"][:, None]).clamp(0, max(time - 1, 0))
+    seen = Attended(_seen(kept["k"], end), _seen(kept["v"], end), slots, places, kept["documents"][:, :end], fresh)
     return seen, kept
 
 
@@ -63,7 +77,9 @@ def ring(
         return _ragged_ring(past, new, documents, slots, window)
     if time == 1:
         kept = {name: _write(past[name], past.length, window, t) for name, t in new.items()}
-        return Attended(_seen(kept["k"], slots), _seen(kept["v"], slots), all_visible=True), kept
+        filled = torch.full((k.shape[0], 1), past.length + 1, device=k.device)
+        places = filled - 1, _tokens(slots, filled, window, k.device)
+        return Attended(_seen(kept["k"], slots), _seen(kept["v"], slots), *places, all_visible=True), kept
     # In the order of time, so that the ends are aligned.
     before = torch.arange(past.length - min(past.length, window - 1), past.length, device=k.device) % window
     old_k, old_v = (past[name].index_select(2, before) for name in ("k", "v"))
@@ -84,7 +100,8 @@ def _ragged_ring(
     k_positions = torch.cat([torch.where(old < 0, _NEVER, old), q_positions], 1)
     ids = _documents(past, batch, held, documents)
     k, v = (_behind(past[name], new[name]) for name in ("k", "v"))
-    seen = Attended(k, v, q_positions, k_positions, torch.cat([ids, documents], 1))
+    fresh = (torch.arange(held + time, device=documents.device) - held).clamp(min=0).expand(batch, -1)
+    seen = Attended(k, v, q_positions, k_positions, torch.cat([ids, documents], 1), fresh)
     count = (documents > 0).sum(1, keepdim=True)
     kept = {name: _roll(past[name], t, slots, filled, count, window) for name, t in new.items()}
     return seen, kept | {"documents": _flat(_roll(_headed(ids), _headed(documents), slots, filled, count, window))}

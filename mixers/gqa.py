@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from mixers.attention import Attention, Position, default_kv_heads
 from mixers.registry import register
+from mixers.rope import Layout
 
 
 @register("gqa")
@@ -25,10 +29,13 @@ class GroupedQueryAttention(Attention):
         position: Position = "rope",
         rope_base: float = 10_000.0,
         rope_fraction: float = 1.0,
+        rope_layout: Layout = "half",
+        rope_scaling: Mapping[str, Any] | None = None,
         bias: bool = False,
         qk_norm: bool = False,
         scale: float | None = None,
         softcap: float | None = None,
+        sinks: bool = False,
         dropout: float = 0.0,
     ):
         if n_kv_heads is None:
@@ -43,9 +50,12 @@ class GroupedQueryAttention(Attention):
             position=position,
             rope_base=rope_base,
             rope_fraction=rope_fraction,
+            rope_layout=rope_layout,
+            rope_scaling=rope_scaling,
             bias=bias,
             qk_norm=qk_norm,
             scale=scale,
             softcap=softcap,
+            sinks=sinks,
             dropout=dropout,
         )

@@ -60,6 +60,7 @@ def attention(
         v,
         window=window,
         softcap=softcap,
+        dropout=dropout,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         q_positions=q_positions,
@@ -138,7 +139,14 @@ def _ramp(top: int, limit: int) -> int:
 
 
 def _check(
-    q: Tensor, k: Tensor, v: Tensor, *, window: int | None, softcap: float | None, **extras: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int | None,
+    softcap: float | None,
+    dropout: float,
+    **extras: Tensor | None,
 ) -> None:
     if (
         not q.dim() == k.dim() == v.dim() == 4
@@ -160,9 +168,17 @@ def _check(
         raise ValueError(f"window={window} must be at least 1")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap={softcap} must be above 0")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout={dropout} must be at least 0 and below 1")
     if (extras["q_positions"] is None) != (extras["k_positions"] is None):
         raise ValueError("give q_positions and k_positions together")
     for name, tensor in extras.items():
         wanted = (q.shape[2],) if name in ("alibi_slopes", "sinks") else (q if name.startswith("q") else k).shape[:2]
-        if tensor is not None and tuple(tensor.shape) != tuple(wanted):
+        if tensor is None:
+            continue
+        if tuple(tensor.shape) != tuple(wanted):
             raise ValueError(f"{name} must have shape {list(wanted)}; got {list(tensor.shape)}")
+        if tensor.is_floating_point() != (len(wanted) == 1):
+            raise ValueError(f"{name} must be {'floating' if len(wanted) == 1 else 'integers'}; got {tensor.dtype}")
+        if tensor.device != q.device:
+            raise ValueError(f"{name} must be on the device of q, {q.device}; got {tensor.device}")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mixers import registry
 from mixers.base import Mixer
+from mixers.rope_scaling import LongRope
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,11 @@ def declared(cls: type[Mixer]) -> Conformance:
 
 
 def attention(mixer: Any, x: Tensor) -> Tensor:
-    """Softmax attention: Vaswani et al. 2017, section 3.2; rotary positions: Su et al. 2021, section 3.4.2."""
+    """Softmax attention: Vaswani et al. 2017, section 3.2; ALiBi: Press et al. 2022, section 3."""
     q, k, v = (_heads(project(x), mixer.head_dim) for project in (mixer.q, mixer.k, mixer.v))
     q, k = _rms(mixer.q_norm, q), _rms(mixer.k_norm, k)
     if mixer.position == "rope":
-        q, k = (_turned(t, mixer.rope_base, mixer.rope_fraction) for t in (q, k))
+        q, k = (_turned(t, mixer.rope) for t in (q, k))
     # Query head h reads key/value head h // (H / G).
     k, v = (repeat(t, "b g t k -> b (g n) t k", n=mixer.n_heads // mixer.n_kv_heads) for t in (k, v))
     scale = mixer.head_dim**-0.5 if mixer.scale is None else mixer.scale
@@ -66,7 +67,13 @@ def attention(mixer: Any, x: Tensor) -> Tensor:
         scores = q[:, :, i, None] @ k[:, :, seen].transpose(2, 3) * scale
         if mixer.softcap is not None:
             scores = mixer.softcap * torch.tanh(scores / mixer.softcap)
-        weights = scores.exp() / scores.exp().sum(-1, keepdim=True)
+        if mixer.position == "alibi":
+            for h in range(mixer.n_heads):
+                scores[:, h, 0] -= 2 ** (-8 * (h + 1) / mixer.n_heads) * torch.tensor([abs(i - j) for j in seen]).to(x)
+        total = scores.exp().sum(-1, keepdim=True)
+        if mixer.sinks is not None:
+            total = total + mixer.sinks.exp()[:, None, None]
+        weights = scores.exp() / total
         rows.append(rearrange(weights @ v[:, :, seen], "b h 1 v -> b (h v)"))
     return mixer.out(_stacked(rows, x, mixer.n_heads * mixer.head_dim))
 
@@ -118,12 +125,22 @@ def _rms(norm: Any, x: Tensor) -> Tensor:
     return x if weight is None else x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
 
 
-def _turned(x: Tensor, base: float, fraction: float) -> Tensor:
-    """Channels i and i + R/2 as one complex number, turned by t * base^(-2i/R); R channels of them."""
-    half = int(x.shape[-1] * fraction) // 2
-    angles = torch.arange(x.shape[2]).to(x)[:, None] * base ** (-torch.arange(half).to(x) / half)
-    turned = torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.polar(torch.ones_like(angles), angles)
-    return torch.cat([turned.real, turned.imag, x[..., 2 * half :]], -1)
+def _turned(x: Tensor, rope: Any) -> Tensor:
+    """Pair i of R channels as one complex number, turned by t base^(-2i/R): Su et al. 2021, section 3.4.2.
+
+    LongRoPE divides that by the pair's factor: Ding et al. 2024, equation 2.
+    """
+    half = int(x.shape[-1] * rope.fraction) // 2
+    turning, rest = x[..., : 2 * half], x[..., 2 * half :]
+    pairs = turning.split(half, -1) if rope.layout == "half" else turning.unflatten(-1, (half, 2)).unbind(-1)
+    angles = torch.arange(x.shape[2]).to(x)[:, None] * rope.base ** (-torch.arange(half).to(x) / half)
+    size = torch.ones_like(angles)
+    if isinstance(rope.scaling, LongRope):
+        angles, size = angles / torch.tensor(rope.scaling.short_factor).to(x), size * rope.scaling.amplitude
+    turned = torch.complex(*pairs) * torch.polar(size, angles)
+    if rope.layout == "half":
+        return torch.cat([turned.real, turned.imag, rest], -1)
+    return torch.cat([torch.view_as_real(turned).flatten(-2), rest], -1)
 
 
 def _stacked(rows: list[Tensor], x: Tensor, width: int) -> Tensor:
@@ -138,10 +155,20 @@ def _softmax(options: dict[str, Any], alternatives: dict[str, Any], growth: floa
         "position": "none",
         "rope_base": 7.0,
         "rope_fraction": 0.5,
+        "rope_layout": "interleaved",
+        # Turns cached keys anew in each call, at one length so far; other scalings: tests/mixers/test_rope_scaling.py.
+        "rope_scaling": {
+            "rope_type": "longrope",
+            "short_factor": [1.5, 3.0],
+            "long_factor": [9.0, 9.0],
+            "original_max_position_embeddings": 4096,
+            "attention_factor": 1.2,
+        },
         "bias": True,
         "qk_norm": True,
         "scale": 1.0,
         "softcap": 0.1,
+        "sinks": True,
         "dropout": 0.5,
     }
     return Conformance(
@@ -164,10 +191,10 @@ def _linear(features: Callable[[Any, Tensor], Tensor], options: dict[str, Any], 
 
 
 _BUILT_IN = {
-    "mha": _softmax({}, {}, growth=2),
+    "mha": _softmax({}, {"position": "alibi"}, growth=2),
     "gqa": _softmax({"n_kv_heads": 2}, {"n_kv_heads": 1}, growth=2),
     "mqa": _softmax({}, {}, growth=2),
-    "window": _softmax({"window": 5}, {"window": 3, "n_kv_heads": 2}, growth=1),
+    "window": _softmax({"window": 5}, {"window": 3, "n_kv_heads": 2, "position": "alibi"}, growth=1),
     "linear": _linear(elu_features, {}),
     "based": _linear(taylor_features, {"feature_dim": 3}, feature_dim=2, scale=2.0),
 }

@@ -153,6 +153,13 @@ def test_decode_of_one_token_sees_all_keys(implementation):
         assert torch.allclose(attention(q[:, -queries:], k, v), whole[:, -queries:], atol=1e-12)
 
 
+def test_alibi_of_one_decoded_token_falls_with_the_distance(implementation):
+    """C18: one query behind 6 keys: the bias is -m (5, 4, 3, 2, 1, 0), not 0."""
+    q, k, v = torch.zeros(1, 1, 1, 4), torch.zeros(1, 6, 1, 4), torch.eye(6)[None, :, None]
+    weights = torch.tensor([-0.5 * d for d in (5, 4, 3, 2, 1, 0)]).softmax(0)
+    assert torch.allclose(attention(q, k, v, alibi_slopes=torch.tensor([0.5]))[0, 0, 0], weights)
+
+
 def test_groups_are_interleaved_and_gradients_summed_over_them(implementation):
     """C35, C36: query head h reads key head h // group; dk and dv are sums over the group; V differs from K."""
     q, k, v = random_qkv(6, 6, heads=6, groups=2, key_dim=16, value_dim=32, grad=True)
@@ -241,10 +248,15 @@ def test_flops_by_hand():
     [
         (dict(window=0), "window=0 must be at least 1"),
         (dict(softcap=0.0), "softcap=0.0 must be above 0"),
+        (dict(dropout=1.0), "dropout=1.0 must be at least 0 and below 1"),
         (dict(k=torch.zeros(2, 4, 3, 6), v=torch.zeros(2, 4, 3, 3)), "H=4 query heads must be a multiple of G=3"),
         (dict(k=torch.zeros(2, 4, 2, 5)), "wants q"),
         (dict(v=torch.zeros(2, 4, 2, 3).half()), "one floating dtype"),
+        (dict(v=torch.zeros(2, 4, 2, 3, device="meta")), "one device; got cpu, cpu, meta"),
         (dict(q_positions=torch.zeros(2, 4)), "q_positions and k_positions together"),
+        (dict(k_documents=torch.zeros(2, 4)), "k_documents must be integers; got torch.float32"),
+        (dict(alibi_slopes=torch.zeros(4, dtype=torch.int32)), "alibi_slopes must be floating; got torch.int32"),
+        (dict(sinks=torch.zeros(4, device="meta")), "sinks must be on the device of q, cpu; got meta"),
         (dict(sinks=torch.zeros(3)), r"sinks must have shape \[4\]; got \[3\]"),
         (dict(k_documents=torch.zeros(2, 3)), r"k_documents must have shape \[2, 4\]"),
     ],

@@ -1,0 +1,102 @@
+"""`python -m mixers.bench`: one more token through the caches of the attention mixers, against what people use instead.
+
+Without projections: a key and a value are kept, and a query attends to what is kept. As in `kernels.bench`, contenders
+take turns and CPU seconds count. Other memory is written between turns, as by the other layers of a model: tokens in a
+row on one cache would find it in the processor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import count
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from kernels.attention.op import attention
+from kernels.bench import Call, Row, cpu_ms, measure, rounds_asked
+from mixers import cache
+from mixers.base import State
+
+WINDOW, WIDTH = 256, 64
+
+
+def tokens(step: Callable[[], Tensor], number: int = 1) -> Call:
+    """A turn of so many tokens."""
+
+    def turn() -> None:
+        with torch.inference_mode():
+            for _ in range(number):
+                step()
+
+    return turn
+
+
+def token(heads: int) -> Tensor:
+    """[1, 1, H, K]."""
+    return torch.randn(1, 1, heads, WIDTH)
+
+
+def ours(length: int, heads: int, groups: int, window: int | None = None) -> Callable[[], Tensor]:
+    """A step on our caches, filled with `length` tokens; it stays at that length."""
+    q, k, v = token(heads), token(groups), token(groups)
+    with torch.inference_mode():
+        past = State(cache.empty(1, groups, WIDTH, WIDTH, k))
+        prompt_k, prompt_v = (torch.randn(1, length, groups, WIDTH) for _ in range(2))
+        state = State(_kept(past, prompt_k, prompt_v, window)[1], length)
+    lengths = count(length)
+
+    def step() -> Tensor:
+        # A ring moves on; a cache that grows is held at its length.
+        state.length = length if window is None else next(lengths)
+        seen, state.tensors = _kept(state, k, v, window)
+        return attention(q, seen.k, seen.v, causal=False)
+
+    return step
+
+
+def _kept(past: State, k: Tensor, v: Tensor, window: int | None) -> tuple[cache.Attended, dict[str, Tensor]]:
+    return cache.growing(past, k, v, None) if window is None else cache.ring(past, k, v, None, window)
+
+
+def concatenating(length: int, heads: int, groups: int, repeat: bool) -> Callable[[], Tensor]:
+    """A step on a cache that is concatenated anew for each token, as transformers' DynamicCache is.
+
+    Args:
+        repeat: write out each key head for all of its query heads (transformers' `repeat_kv`: under a mask, and in its
+            eager attention); False: leave the sharing to SDPA.
+    """
+    q, k, v = (t.transpose(1, 2) for t in (token(heads), token(groups), token(groups)))
+    kept = [torch.randn(1, groups, length, WIDTH) for _ in range(2)]
+
+    def step() -> Tensor:
+        kept[:] = [torch.cat([old, new], 2) for old, new in zip(kept, (k, v), strict=True)]
+        keys, values = (t.repeat_interleave(heads // groups, 1) for t in kept) if repeat else kept
+        return scaled_dot_product_attention(q, keys, values, enable_gqa=not repeat)
+
+    return step
+
+
+def decode_rows() -> Iterator[Row]:
+    """Grouped heads over a long cache."""
+    for heads, groups in ((4, 1), (8, 2)):
+        for repeat, name, bar in ((True, "cat, repeat_kv, SDPA", 8.0), (False, "cat, SDPA", 1.0)):
+            calls = tokens(ours(8192, heads, groups)), tokens(concatenating(8192, heads, groups, repeat))
+            yield Row(f"a token, {heads} heads on {groups}, 8192 cached", name, *calls, bar)
+
+
+def main() -> None:
+    """The command line."""
+    rounds = 10 * rounds_asked(__doc__ or "")
+    others = torch.zeros(16 << 20)
+    for line in measure(decode_rows(), rounds, lambda: others.add_(1)):
+        print(line, flush=True)
+    lengths = (512, 2048, 16384)
+    found = cpu_ms([tokens(ours(length, 4, 4, WINDOW), 20) for length in lengths], rounds)
+    print(f"\nWindow {WINDOW}: ms for 20 tokens behind so many others (asked: flat)")
+    print(", ".join(f"{length}: {ms:.2f}" for length, ms in zip(lengths, found, strict=True)))
+
+
+if __name__ == "__main__":
+    main()
