@@ -26,6 +26,7 @@ from experiments.bench_table import Result, table
 from experiments.bench_worker import Failed, Worker
 from experiments.environment import environment
 from experiments.record import Description
+from experiments.signals import Terminated, on_terminate
 from experiments.timing import Reading
 from experiments.tracking import Tracker, address
 
@@ -169,7 +170,7 @@ def _side_by_side(jobs: Sequence[Job], folder: Path) -> None:
                 _attempt(job, job.measure)
         for job in jobs:
             _attempt(job, job.finish)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Terminated):
         for job in jobs:
             if not job.result:
                 job.fail("interrupted", traceback.format_exc())
@@ -204,7 +205,7 @@ def _scaling(folder: Path) -> None:
 
 
 def main() -> int:
-    """The exit code: 0; 1 where a cell failed; 2 after a mistake in the options; 130 after Ctrl-C."""
+    """The exit code: 0; 1 where a cell failed; 2 after a mistake; 130 after Ctrl-C, 143 after SIGTERM."""
     jobs: list[Job] = []
     folder = Path()
 
@@ -212,6 +213,7 @@ def main() -> int:
         nonlocal folder
         jobs.extend(_jobs().values())
         if jobs:
+            address(str(jobs[0].tree["runs"]), jobs[0].tree["mlflow"])
             folder = Path(str(jobs[0].tree["runs"])) / "bench" / f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}"
             folder.mkdir(parents=True)
 
@@ -219,9 +221,12 @@ def main() -> int:
     if code or not jobs:
         return code
     try:
-        _measure(jobs, folder)
+        with on_terminate():
+            _measure(jobs, folder)
     except KeyboardInterrupt:
         code = 130
+    except Terminated:
+        code = 143
     results = [job.result for job in jobs if job.result]
     _report(results, folder)
     return code or int(not all(result.values for result in results))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,10 +47,11 @@ def read(path: Path) -> Checkpoint:
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        Position(**content["position"])
     # Of a file cut short or overwritten, torch raises all kinds.
     except Exception as error:
         raise ValueError(f"{path} cannot be read: {(str(error).splitlines() or [''])[0]}") from None
-    if not isinstance(content, dict) or not {"state_dict", "config", "key", "position"} <= content.keys():
+    if not {"state_dict", "config", "key"} <= content.keys():
         raise ValueError(f"{path} is no checkpoint of a run")
     return Checkpoint(path, content)
 
@@ -113,6 +114,7 @@ class Saver(Callback):
         self.every = plan.trainer.checkpoint_every or plan.trainer.validate_every
         self.saved = 0
         self.ending = False
+        self.listen: Callable[[], None] = lambda: None
         self.warned = False
 
     def ask_to_end(self) -> None:
@@ -122,8 +124,13 @@ class Saver(Callback):
     def on_load_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         self.saved = checkpoint["global_step"]
 
-    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
-        if trainer.global_step % self.options.validate_every:
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        # Lightning has put a handler of its own in front of ours, which would end the loop before anything is saved.
+        self.listen()
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        # Inside of a step that accumulates, there are gradients that no checkpoint has.
+        if not module.counts and trainer.global_step % self.options.validate_every:
             self._visit(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:

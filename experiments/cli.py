@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -274,7 +275,9 @@ def _options(prefix: str, file: str, instead: Mapping[str, Any]) -> list[str]:
 
 
 def _columns(rows: Sequence[tuple[str, str]]) -> str:
-    return "\n".join(f"  {left:14}{right}" for left, right in rows)
+    indents = {"initial_indent": 16 * " ", "subsequent_indent": 16 * " "}
+    columns = [f"  {left:14}{textwrap.fill(right, 118, **indents).lstrip()}" for left, right in rows]
+    return "\n".join(columns)
 
 
 def _spell_all(options: Mapping[str, Any]) -> str:

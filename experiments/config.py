@@ -208,6 +208,11 @@ def plan(tree: Mapping[str, Any]) -> Plan:
         model, matched = matching.solve(budget, settings.model, lambda options: _model(options, task), task.length)
         settings = replace(settings, model=model)
         skeleton = _model(settings.model, task)
+    table = skeleton.stack.position.table
+    if table is not None and table.num_embeddings < task.length:
+        raise ValueError(
+            f"model: max_length={table.num_embeddings} must be at least task.length={task.length} with position=learned"
+        )
     optimizer = _build("optimizer", settings.optimizer, optim.get)
     trainer = call(Trainer, settings.trainer, "trainer")
     return Plan(settings, task, optimizer, trainer, skeleton, matched)

@@ -28,7 +28,7 @@ from experiments.checkpoints import Checkpoint, Saver
 from experiments.config import Plan
 from experiments.measure import Clock, PeakMemory
 from experiments.metrics import direction
-from experiments.signals import on_terminate
+from experiments.signals import Terminated, on_terminate
 from experiments.tasks.base import NOT_SCORED, Scores, loader
 from experiments.tracking import Tracker
 from kernels import backend
@@ -309,12 +309,18 @@ class EarlyStop(Callback):
             trainer.should_stop = self.stopped = True
             self.recorder.say(f"stopped early: {why}")
 
+    @property
+    def rule(self) -> list[Any]:
+        return [self.options.monitor, self.options.target, self.options.patience]
+
     # Part of a checkpoint.
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "bad": self.bad, "stopped": self.stopped}
+        return {"best": self.best, "bad": self.bad, "stopped": self.stopped, "rule": self.rule}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.best, self.bad, self.stopped = state["best"], state["bad"], state["stopped"]
+        # What another rule found says nothing under this one.
+        if state["rule"] == self.rule:
+            self.best, self.bad, self.stopped = state["best"], state["bad"], state["stopped"]
 
 
 def train(
@@ -357,17 +363,21 @@ def fit(plan: Plan, tracker: Tracker, recorder: Recorder, validation: Sequence[D
     options = plan.trainer
     torch.set_num_threads(options.cpu_threads)
     backend.use(options.backend)
-    module, saver = Training(plan.model(), plan), Saver(plan, tracker.record)
+    # Lightning would do this after it has loaded a checkpoint's float64 into float32.
+    net = plan.model().double() if options.precision == 64 else plan.model()
+    module, saver = Training(net, plan), Saver(plan, tracker.record)
     a_step = options.accumulate * options.batch_size
     rows = plan.task.train_dataset(plan.settings.seed, plan.steps * a_step)
     done = start.position.step * a_step if start else 0
     # The saver comes last: what the others do at a step belongs to its checkpoint.
     trainer = _trainer(plan, tracker, [recorder, *callbacks, *_stopping(plan, recorder), saver])
-    with on_terminate(saver.ask_to_end):
+    with on_terminate(saver.ask_to_end) as saver.listen:
         trainer.fit(module, loader(rows, options.batch_size, done, options.workers), validation,
                     ckpt_path=start and start.path, weights_only=True)
         if saver.saved != trainer.global_step:
             saver.save(trainer)
+        if saver.ending:
+            raise Terminated
     return trainer, module
 
 

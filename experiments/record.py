@@ -43,6 +43,7 @@ class Status:
         key: stands for the config; earlier_keys for the configs that it was run under before it was continued.
         resumed: steps from which it went on after an interruption.
         owner: host and process that runs it.
+        behind: MLflow lacks something of it, or does not know that it ended.
     """
 
     status: Literal["RUNNING", "FINISHED", "FAILED", "DIVERGED", "KILLED"]
@@ -58,6 +59,7 @@ class Status:
     earlier_keys: list[str] = field(default_factory=list)
     resumed: list[int] = field(default_factory=list)
     owner: str | None = None
+    behind: bool = False
 
 
 @dataclass(frozen=True)
@@ -145,11 +147,11 @@ class Record:
             return Position(step, file.tell(), self.seconds)
 
     def finish(self, outcome: Outcome, reason: str | None = None, traceback: str | None = None,
-               mlflow_run_id: str | None = None) -> Status:
+               mlflow_run_id: str | None = None, behind: bool = False) -> Status:
         """Close the record."""
         self.status = replace(
             self.status, status=outcome, reason=reason, ended=_iso(time.time()), seconds=round(self.seconds, 3),
-            owner=None, mlflow_run_id=mlflow_run_id)
+            owner=None, mlflow_run_id=mlflow_run_id, behind=behind)
         if traceback:
             write(self.folder / "log.txt", traceback)
         else:
@@ -172,7 +174,8 @@ def read_status(folder: Path) -> Status | None:
     try:
         return Status(**json.loads((folder / "status.json").read_text()))
     except FileNotFoundError:
-        if folder.is_dir() and any(folder.iterdir()):
+        # A process may die while it writes the first file, under a hidden name.
+        if folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir()):
             raise ValueError(f"{folder} holds files but no status.json: it is no record; move it away") from None
         return None
     except (OSError, ValueError, TypeError) as error:

@@ -12,12 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from arch.language_model import LanguageModel
 from experiments import config
 from experiments.record import Status, lock, read_description, read_status, write_status
-from mixers.options import nearest
+from mixers.options import call, nearest
 
 # Of a batch there are so many in a step: the position in the data and in the validations is counted in them.
 _FIXED = ("batch_size", "accumulate")
@@ -31,7 +32,8 @@ def find(run: str, runs: str) -> Path:
     """
     for folder in (Path(run), Path(runs) / run):
         if (folder / "status.json").is_file():
-            return folder
+            # Of ".", the name is no key.
+            return folder if folder.name not in ("", "..") else folder.resolve()
     known = {path.parent.name: path.parent for path in sorted(Path(runs).glob("*/status.json"))}
     for folder in known.values():
         status = _status(folder)
@@ -56,6 +58,8 @@ def changed(folder: Path, tree: Mapping[str, Any], overrides: Sequence[str]) -> 
     new = dict(tree) | recorded | both | {"stack": about.label, "runs": str(folder.parent)}
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         path = override.key_or_group
+        if path == "task" and override.value() == recorded["task"]["name"]:
+            continue
         if path.partition(".")[0] not in recorded:
             if path in ("stack", "experiment") or override.is_delete():
                 raise ValueError(
@@ -135,13 +139,14 @@ def load(run: str | Path, runs: str | Path = "runs") -> LanguageModel:
     found, faults = checkpoints.newest(folder)
     if found is None:
         raise ValueError(f"{folder} has no checkpoint that can be read{''.join(f'; {fault}' for fault in faults)}")
-    recorded = found.content["config"]
-    rest = {"stack": read_description(folder).label, "sweep": None, "runs": str(runs), "mlflow": False}
-    plan = config.plan(recorded | rest)
-    fault = checkpoints.misfit(found, plan.skeleton)
+    # The task, whose text may lie elsewhere now, is not needed.
+    vocabulary = len(found.weights["embedding.weight"])
+    model = call(LanguageModel, found.content["config"]["model"], "model", vocabulary=vocabulary)
+    fault = checkpoints.misfit(found, model)
     if fault:
         raise ValueError(f"the code has changed since {folder} was made: {fault}")
-    model = plan.model()
+    if found.weights["embedding.weight"].dtype == torch.float64:
+        model.double()
     model.load_state_dict(found.weights)
     return model.eval()
 

@@ -19,7 +19,7 @@ from experiments.environment import code, environment
 from experiments.outcomes import Outcome, headline
 from experiments.record import Description, lock, read_status
 from experiments.signals import Terminated
-from experiments.tracking import Tracker, address, join_sweep
+from experiments.tracking import Tracker, address, catch_up, join_sweep
 from mixers import registry
 
 if TYPE_CHECKING:
@@ -83,8 +83,11 @@ def _settled(plan: config.Plan, folder: Path) -> Outcome | None:
         return None
     if status is None or status.status not in ("FINISHED", "DIVERGED") or _again(plan, folder):
         return None
+    uri = _address(plan)
     if plan.settings.sweep:
-        join_sweep(folder, plan.settings.sweep, _address(plan))
+        join_sweep(folder, plan.settings.sweep, uri)
+    if status.behind and uri:
+        catch_up(folder, uri)
     if status.status == "DIVERGED":
         outcome = _outcome(plan, folder, "diverged", f"{status.reason} ({status.ended}; rerun=always tries again)")
     else:

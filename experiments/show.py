@@ -229,7 +229,10 @@ def _plan(overrides: Sequence[str]) -> config.Plan:
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         if override.is_sweep_override():
             raise cli.UsageError(f"{override.input_line!r} has several values; show prints one model at a time")
-    return config.plan(cli.composed("show", overrides))
+    tree = cli.composed("show", overrides)
+    if tree["resume"] is not None:
+        raise cli.UsageError(f"resume={tree['resume']!r}: show looks at options, not at runs; leave it out")
+    return config.plan(tree)
 
 
 if __name__ == "__main__":

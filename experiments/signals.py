@@ -14,11 +14,14 @@ class Terminated(BaseException):
 
 
 @contextmanager
-def on_terminate(first: Callable[[], None] | None = None) -> Iterator[None]:
-    """Inside, SIGTERM calls `first`, and at the second time, or without `first`, raises `Terminated`."""
+def on_terminate(first: Callable[[], None] | None = None) -> Iterator[Callable[[], None]]:
+    """Inside, SIGTERM calls `first`, and at the second time, or without `first`, raises `Terminated`.
+
+    Gives a function that says so again, should somebody have put another handler in front.
+    """
     if threading.current_thread() is not threading.main_thread():
         # Only the main thread may say what signals do.
-        yield
+        yield lambda: None
         return
     calls = [first] if first else []
 
@@ -29,6 +32,6 @@ def on_terminate(first: Callable[[], None] | None = None) -> Iterator[None]:
 
     before = signal.signal(signal.SIGTERM, handle)
     try:
-        yield
+        yield lambda: signal.signal(signal.SIGTERM, handle) and None
     finally:
         signal.signal(signal.SIGTERM, before)

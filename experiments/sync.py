@@ -56,7 +56,9 @@ def main() -> int:
         uri = address(chosen["runs"], chosen["mlflow"])
         if uri is None:
             raise cli.UsageError("mlflow=false names nothing to send to")
-        folders = sorted(path.parent for path in Path(chosen["runs"]).glob("*/status.json"))
+        # Those of experiments.bench lie deeper.
+        found = (Path(chosen["runs"]).glob(f"{place}/status.json") for place in ("*", "bench/*/*"))
+        folders = sorted(path.parent for paths in found for path in paths)
         if not folders:
             raise cli.UsageError(f"runs={chosen['runs']!r} has no records")
         for folder in folders:

@@ -14,6 +14,7 @@ import os
 import re
 import sqlite3
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import replace
@@ -41,9 +42,6 @@ MAX_KEY, MAX_PARAM, MAX_TAG, MAX_PARAMS, MAX_METRICS = 250, 6000, 8000, 100, 100
 # A server that is away answers no sooner for being asked seven times, as is MLflow's habit.
 _PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
              "MLFLOW_HTTP_REQUEST_TIMEOUT": "30"}
-
-# (metric, tokens, value)
-Point = tuple[str, int, float]
 
 
 class Tracker:
@@ -85,7 +83,8 @@ class Tracker:
         if self.mlflow:
             self.mlflow.finish(outcome, reason)
         run_id = self.mlflow.run_id if self.mlflow else self.record.status.mlflow_run_id
-        return self.record.finish(outcome, reason, traceback, run_id)
+        behind = self.mlflow.broken if self.mlflow else run_id is not None
+        return self.record.finish(outcome, reason, traceback, run_id, behind)
 
 
 class Mirror:
@@ -97,8 +96,11 @@ class Mirror:
 
     def __init__(self, uri: str, folder: Path, about: Description, run_id: str | None = None) -> None:
         self.uri, self.folder, self.about, self.run_id = uri, folder, about, run_id
+        status = read_status(folder)
+        self.continued = bool(status and status.earlier_keys)
         self.broken = False
-        self.sent: set[Point] = set()
+        # Values of each (metric, tokens).
+        self.sent: dict[tuple[str, int], set[float]] = defaultdict(set)
 
     def start(self, known: str | None, go_on: bool) -> None:
         """Open the run: the one that the record had so far where it goes on; else a new one in place of that."""
@@ -132,6 +134,7 @@ class Mirror:
         try:
             if self.broken:
                 self.upload()
+                self.broken = False
             self.close(outcome, reason)
         except Exception as error:
             self._give_up(error)
@@ -198,9 +201,9 @@ class Mirror:
 
     def _remember(self) -> None:
         """The points that are in MLflow already."""
-        names = self.client.get_run(self.run_id).data.metrics
-        self.sent = {(name, point.step, point.value) for name in names
-                     for point in self.client.get_metric_history(self.run_id, name)}
+        for name in self.client.get_run(self.run_id).data.metrics:
+            for point in self.client.get_metric_history(self.run_id, name):
+                self.sent[name, point.step].add(point.value)
 
     def _send(self, events: Iterable[Mapping[str, Any]]) -> int:
         """Metrics at their tokens, the step of MLflow's curves."""
@@ -208,12 +211,18 @@ class Mirror:
 
         points = {(safe(name), event["tokens"], value): int(1000 * event["time"])
                   for event in events for name, value in event["metrics"].items()}
-        new = [(point, milliseconds) for point, milliseconds in points.items() if point not in self.sent]
+        new = [(point, milliseconds) for point, milliseconds in points.items() if self._is_new(*point)]
         entities = [Metric(name, value, milliseconds, tokens) for (name, tokens, value), milliseconds in new]
         for start in range(0, len(entities), MAX_METRICS):
             self.client.log_batch(self.run_id, metrics=entities[start:start + MAX_METRICS])
-        self.sent |= {point for point, _ in new}
+        for (name, tokens, value), _ in new:
+            self.sent[name, tokens].add(value)
         return len(new)
+
+    def _is_new(self, name: str, tokens: int, value: float) -> bool:
+        """No step is in a curve twice, though a clock read again says another time; only other options say it anew."""
+        known = self.sent.get((name, tokens))
+        return not known or (self.continued and value not in known)
 
     def _reopen(self) -> None:
         """The run is on, whatever became of it before."""
@@ -240,8 +249,16 @@ def upload(folder: Path, uri: str) -> int:
     mirror = Mirror(uri, folder, about, status.mlflow_run_id)
     points = mirror.upload()
     mirror.close(status.status, status.reason)
-    write_status(folder, replace(status, mlflow_run_id=mirror.run_id))
+    write_status(folder, replace(status, mlflow_run_id=mirror.run_id, behind=False))
     return points
+
+
+def catch_up(folder: Path, uri: str) -> None:
+    """Send what MLflow lacks of a run that ended while it was away; trouble is said once."""
+    try:
+        upload(folder, uri)
+    except Exception as error:
+        _warn_once(error)
 
 
 def join_sweep(folder: Path, sweep: str, uri: str | None) -> None:

@@ -82,8 +82,9 @@ def rivals() -> dict[str, Callable]:
     ):
         try:
             found[name] = partial(function, importlib.import_module(module))
-        except (ImportError, OSError):
-            print(f"{name} is not installed: left out", file=sys.stderr)
+        # A package that does not fit this torch or triton may raise anything.
+        except Exception as error:
+            print(f"{name} cannot be imported: left out ({error})", file=sys.stderr)
     return found
 
 
@@ -150,9 +151,11 @@ def line(problem: Problem, name: str, run: Callable, peak: float) -> str:
     start = f"| {problem.what} | {problem.width} | {problem.queries} | {problem.keys} | {name} |"
     try:
         ms = measure(problem, run)
-    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+    # Triton's own errors, and whatever a rival raises: one row, not the table.
+    except Exception as error:
         torch.cuda.empty_cache()
-        return f"{start} {str(error).splitlines()[0][:60].replace('|', '/')} | | | |"
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        return f"{start} {said[:60].replace('|', '/')} | | | |"
     flops, moved = problem.work()
     rate = flops / ms / 1e9
     return f"{start} {ms:.3f} | {rate:.0f} | {rate / peak:.0%} | {moved / ms / 1e6:.0f} |"

@@ -2,7 +2,7 @@
 
 Glossary: R channels turn, in pairs i = 0 .. R/2 - 1; pair i turns by theta_i = base^(-2i/R) a token, once in
 2 pi / theta_i tokens (its wavelength); L is the length trained for, s the factor by which it grows. The options are
-called what published config.json files call them, so that their `rope_scaling` can be used as it is.
+called what published config.json files call them, where `none` is called `default`.
 
 `frequencies` gives theta_i in float64, [R/2] or, where they change with the length, [.., R/2]; `amplitude` is what the
 turned channels of queries and keys are both multiplied by.
@@ -220,6 +220,8 @@ KINDS: dict[str, type[Scaling]] = {
     "yarn": Yarn,
     "longrope": LongRope,
     "llama3": Llama3,
+    "none": Scaling,
+    "default": Scaling,
 }
 
 
@@ -233,7 +235,7 @@ def scaling(options: Mapping[str, Any] | None) -> Scaling:
         return Scaling()
     rest = dict(options)
     kind = rest.pop("rope_type", None)
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         close = nearest(kind, KINDS) if isinstance(kind, str) else ""
         raise ValueError(f"rope_scaling.rope_type={kind!r} is not allowed{close}; allowed: {', '.join(KINDS)}")
     return call(KINDS[kind], rest, f"rope_scaling {kind!r}")

@@ -27,7 +27,8 @@ PROJECT = tomllib.loads(PYPROJECT)["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 # What may be loaded where there is nothing but a GPU and torch.
 BARE = ("kernels", "mixers", "arch")
-HEAVY = ("hydra", "lightning", "mlflow", "omegaconf", "pandas", "plotly", "scipy", "triton")
+# Without triton, which torch's FLOP counter loads where it is installed.
+HEAVY = ("hydra", "lightning", "mlflow", "omegaconf", "pandas", "plotly", "scipy")
 
 
 def normal(name: str) -> str:

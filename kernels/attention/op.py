@@ -40,7 +40,7 @@ def attention(
     Args:
         q: [B, T, H, K]; k: [B, S, G, K]; v: [B, S, G, V]; one floating dtype, one device.
         window: keys that a query sees on its left, itself included (both sides when not causal); None: all.
-        scale: factor of the scores; None: 1 / sqrt(K).
+        scale: factor of the scores, above 0; None: 1 / sqrt(K).
         softcap: scores become softcap * tanh(score / softcap).
         alibi_slopes: [H]; slope * |d| is taken from each score (Press et al. 2022, arXiv:2108.12409).
         sinks: [H] learned logits that take part in the softmax and give nothing (gpt-oss).
@@ -59,6 +59,7 @@ def attention(
         k,
         v,
         window=window,
+        scale=scale,
         softcap=softcap,
         dropout=dropout,
         alibi_slopes=alibi_slopes,
@@ -144,6 +145,7 @@ def _check(
     v: Tensor,
     *,
     window: int | None,
+    scale: float | None,
     softcap: float | None,
     dropout: float,
     **extras: Tensor | None,
@@ -164,10 +166,13 @@ def _check(
         raise ValueError(f"q, k, v must have one floating dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k, v must be on one device; got {q.device}, {k.device}, {v.device}")
-    if window is not None and window < 1:
-        raise ValueError(f"window={window} must be at least 1")
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"softcap={softcap} must be above 0")
+    if not q.shape[3]:
+        raise ValueError("q and k have K=0 channels; K must be at least 1")
+    if window is not None and (isinstance(window, (bool, float)) or window < 1):
+        raise ValueError(f"window={window} must be a whole number of at least 1")
+    for option, value in (("scale", scale), ("softcap", softcap)):
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{option}={value} must be above 0 and finite")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout={dropout} must be at least 0 and below 1")
     if (extras["q_positions"] is None) != (extras["k_positions"] is None):

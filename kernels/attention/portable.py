@@ -55,7 +55,7 @@ def attention(
         if lse or any(option is not None for option in extras.values()) or not _fits(q.shape[1], k.shape[1], **masks):
             y, total = blocked.attention(q, k, v, scale=scale, **masks, **extras)
         else:
-            y = _fused(q, k, v, causal and q.shape[1] > 1, scale)
+            y = _fused(q, k, v, causal, scale)
         # The gradient of a slice is a copy.
         return (y if y.shape[3] == width else y[..., :width]), total
 
@@ -72,11 +72,14 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tenso
     """Attention over [B, T, H, K] with G key/value heads through torch's fused op, which wants heads before time."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     group, queries = q.shape[1] // k.shape[1], q.shape[2]
-    if group > 1 and queries == 1:
-        # Decode: the group becomes the query axis, so that each key is read once.
-        q = q.reshape(q.shape[0], k.shape[1], group, q.shape[-1])
-        y = scaled_dot_product_attention(q, k, v, scale=scale)
-        return y.reshape(y.shape[0], 1, -1, y.shape[-1])
+    if queries == 1:
+        if group > 1:
+            # Decode: the group becomes the query axis, so that each key is read once.
+            q = q.reshape(q.shape[0], k.shape[1], group, q.shape[-1])
+            y = scaled_dot_product_attention(q, k, v, scale=scale)
+            return y.reshape(y.shape[0], 1, -1, y.shape[-1])
+        # The last query sees all keys. A plain bool: under torch.compile lengths are symbols.
+        causal = False
     y = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=group > 1)
     return y.transpose(1, 2)
 

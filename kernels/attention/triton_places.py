@@ -31,7 +31,7 @@ class Side:
     def of(cls, positions: Tensor | None, documents: Tensor | None, length: int, shift: int = 0) -> Side:
         """From any integers with any strides."""
         if positions is not None:
-            positions = positions.clamp(-FARTHEST, FARTHEST).to(torch.int32).contiguous()
+            positions = positions.to(torch.int64).clamp(-FARTHEST, FARTHEST).to(torch.int32).contiguous()
         return cls(positions, None if documents is None else documents.to(torch.int32).contiguous(), length, shift)
 
     @property

@@ -175,6 +175,25 @@ def test_a_run_that_goes_on_brings_its_past_to_another_database(tmp_path, new_da
     assert [(point.step, point.value) for point in points] == [(64, 1.0), (128, 0.5)]
 
 
+def test_a_run_that_finished_without_mlflow_is_closed_there_when_it_is_skipped(command_line, tmp_path, new_database):
+    new_database(tmp_path / "runs")
+    command_line("trainer.steps=4")
+    (folder,) = folders(tmp_path)
+    # As if it had died before its end, and finished without MLflow.
+    write_status(folder, replace(read_status(folder), status="RUNNING"))
+    client = MlflowClient(f"sqlite:///{tmp_path}/runs/mlflow.db")
+    run_id = read_status(folder).mlflow_run_id
+    client.update_run(run_id, status="RUNNING")
+    assert command_line("mlflow=false")[0] == 0
+    assert client.get_run(run_id).info.status == "RUNNING" and read_status(folder).behind
+    code, out, _ = command_line()
+    assert code == 0 and "skipped, finished" in out
+    assert client.get_run(run_id).info.status == "FINISHED" and not read_status(folder).behind
+    for name in client.get_run(run_id).data.metrics:
+        steps = [point.step for point in client.get_metric_history(run_id, name)]
+        assert len(steps) == len(set(steps)), name
+
+
 def test_a_database_whose_making_was_interrupted_is_made_again(tmp_path):
     (tmp_path / ".mlflow.db-new").write_bytes(b"SQLite format 3\0 half of it")
     client, experiment = tracking.connect(f"sqlite:///{tmp_path}/mlflow.db")

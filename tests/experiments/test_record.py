@@ -74,6 +74,11 @@ def test_what_is_no_record_is_never_taken_for_an_empty_one(tmp_path):
         read_status(tmp_path)
 
 
+def test_a_record_whose_first_file_was_being_written_is_none(tmp_path):
+    (tmp_path / ".status.json-123").write_text("{")
+    assert read_status(tmp_path) is None
+
+
 def test_a_record_goes_on_where_its_checkpoint_was_taken(tmp_path, monkeypatch):
     first = Record(tmp_path / "run", ABOUT)
     first.log(1, 64, {"train/loss": 1.0})

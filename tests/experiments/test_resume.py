@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from pathlib import Path
 
 import lightning as L
@@ -13,6 +14,7 @@ from mlflow.tracking import MlflowClient
 import experiments
 from experiments import checkpoints, module, record
 from experiments.record import Description, read_status
+from experiments.signals import Terminated
 from experiments.tracking import Tracker
 
 
@@ -88,6 +90,7 @@ CASES = {
     "between": ("trainer.validate_every=5", "trainer.checkpoint_every=3", "trainer.log_every=2"),
     "every step": ("trainer.checkpoint_every=1", "trainer.log_every=4", "trainer.validate_every=4"),
     "scheduled": ("optimizer.schedule=wsd", "optimizer.warmup=0.4", "optimizer.clip=0.1"),
+    "double": ("trainer.precision=64",),
     "patient": ("trainer.patience=3", "trainer.validate_every=1"),
     "short stop": ("trainer.target=100", "trainer.validate_every=6"),
 }
@@ -151,6 +154,36 @@ def test_throughput_counts_the_steps_of_all_tries(plan_of, tmp_path):
     run(plan, tmp_path / "dies")
     tokens, seconds = checkpoints.newest(tmp_path / "dies")[0].content["recorder"]["timed"]
     assert tokens == (17 + 7) * 64
+
+
+def test_another_rule_of_stopping_does_not_inherit_the_stop(command_line, tmp_path):
+    command_line("mlflow=false", "trainer.target=100", "trainer.steps=6")
+    (old,) = folders(tmp_path)
+    words = (f"resume={old}", "trainer.target=null", "trainer.patience=50")
+    code, out, _ = command_line("mlflow=false", *words, tiny=False)
+    assert code == 0 and "going on after step 2" in out and "step 6/6" in out
+
+
+@pytest.mark.parametrize("batch", range(1, 10, 2))
+def test_terminated_inside_of_a_step_it_finishes_the_step_first(plan_of, tmp_path, monkeypatch, batch):
+    options = ("trainer.accumulate=4", "trainer.steps=4", "trainer.validate_every=2", "model.mixers.mha.dropout=0.1")
+    plan = plan_of(*options)
+    whole = outcome(run(plan, tmp_path / "whole").folder)
+    real, seen = module.Training.training_step, []
+
+    def step(self, *rest):
+        seen.append(rest)
+        if len(seen) == batch:
+            signal.raise_signal(signal.SIGTERM)
+        return real(self, *rest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module.Training, "training_step", step)
+        with pytest.raises(Terminated):
+            run(plan, tmp_path / "ended")
+    found, _ = checkpoints.newest(tmp_path / "ended")
+    assert found.position.step == -(-batch // 4)
+    assert_same(outcome(run(plan, tmp_path / "ended").folder), whole)
 
 
 # Checkpoints
@@ -318,7 +351,7 @@ def test_a_trained_model_comes_back_in_one_line(command_line, tmp_path, plan_of)
         assert not model.training
         weights = checkpoints.newest(folder)[0].weights
         for name, value in model.state_dict().items():
-            assert torch.equal(value, weights[name].float())
+            assert torch.equal(value, weights[name])
     logits, _ = model.prefill(torch.randint(32, (1, 5)))
     assert logits.shape == (1, 5, 32)
 
@@ -331,14 +364,20 @@ def test_a_model_of_any_layout_comes_back(command_line, tmp_path, layout):
     assert model(torch.randint(32, (2, 7))).shape == (2, 7, 32)
 
 
+def test_a_model_comes_back_without_the_text_that_it_was_trained_on(command_line, tmp_path):
+    (tmp_path / "my.txt").write_text("To be, or not to be. " * 400)
+    code, out, err = command_line("mlflow=false", "task=text", "task.path=my.txt", "task.length=16", "trainer.steps=1",
+                                  "task.rows_per_suite=2", "model.d_model=8", "trainer.threads=1", tiny=False)
+    assert code == 0, out + err
+    (tmp_path / "my.txt").unlink()
+    assert experiments.load(folders(tmp_path)[0])(torch.zeros(1, 3, dtype=torch.int64)).shape == (1, 3, 256)
+
+
 def test_what_cannot_be_loaded_is_named(command_line, tmp_path):
     with pytest.raises(ValueError, match="'nothing' is no run"):
         experiments.load("nothing", tmp_path)
     command_line("mlflow=false")
     (folder,) = folders(tmp_path)
-    (folder / "params.json").write_text("{")
-    with pytest.raises(ValueError, match="is no whole record"):
-        experiments.load(folder)
     for path in (folder / "checkpoints").iterdir():
         path.write_bytes(b"")
     with pytest.raises(ValueError, match=r"has no checkpoint that can be read; .*step=4.ckpt cannot be read"):

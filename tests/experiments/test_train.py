@@ -232,7 +232,7 @@ def test_the_help_page_is_whole_and_true():
                  "model.d_model=64", "optimizer.lr=1e-3", "trainer.steps=300", "task.length=64", "seed=0", "runs=runs",
                  "n_heads=null", "window=128"):
         assert part in page, part
-    assert max(map(len, page.splitlines())) < 200
+    assert max(map(len, page.splitlines())) < 140
 
 
 QUICK = """

@@ -246,8 +246,11 @@ def test_flops_by_hand():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(window=0), "window=0 must be at least 1"),
-        (dict(softcap=0.0), "softcap=0.0 must be above 0"),
+        (dict(window=0), "window=0 must be a whole number of at least 1"),
+        (dict(window=1.5), "window=1.5 must be a whole number of at least 1"),
+        (dict(scale=0.0), "scale=0.0 must be above 0 and finite"),
+        (dict(softcap=math.nan), "softcap=nan must be above 0 and finite"),
+        (dict(softcap=0.0), "softcap=0.0 must be above 0 and finite"),
         (dict(dropout=1.0), "dropout=1.0 must be at least 0 and below 1"),
         (dict(k=torch.zeros(2, 4, 3, 6), v=torch.zeros(2, 4, 3, 3)), "H=4 query heads must be a multiple of G=3"),
         (dict(k=torch.zeros(2, 4, 2, 5)), "wants q"),

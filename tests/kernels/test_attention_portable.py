@@ -239,3 +239,23 @@ def test_a_window_reads_blocks_of_its_own_width_only():
     found = list(pairs.Pairs(x, x, True, 100, None, (None, None), (None, None)).blocks())
     assert all(columns.stop - columns.start <= 100 + pairs.WINDOW_BLOCK - 1 for _, columns in found)
     assert [rows.start for rows, _ in found] == list(range(0, 1000, pairs.WINDOW_BLOCK))
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_compiled_for_one_length_it_runs_for_others(window):
+    # From the second length on, torch.compile makes lengths symbols.
+    torch._dynamo.reset()
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    for length in (20, 12, 33, 1, 65):
+        q, k, v = torch.randn(3, 2, length, 4, 8)
+        torch.testing.assert_close(compiled(q, k, v, window=window), attention(q, k, v, window=window))
+
+
+@pytest.mark.parametrize("name", ["portable", "reference"])
+def test_autocast_narrows_nothing_inside(name):
+    q = torch.randn(1, 5, 2, 8)
+    with backend.using(name):
+        plain = attention(q, q, q, return_lse=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            inside = attention(q, q, q, return_lse=True)
+    assert all(torch.equal(a, b) for a, b in zip(plain, inside, strict=True))
