@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kernels import backend, flops
@@ -77,23 +79,24 @@ def attention(
         return (y, lse) if return_lse else y
     run = backend.implementation("attention", IMPLEMENTATIONS, q, dispatch.refusal(q, v, dropout))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    y, lse = run(
-        q,
-        k,
-        v,
-        causal=causal,
-        window=window,
-        scale=scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        q_positions=q_positions,
-        k_positions=k_positions,
-        q_documents=q_documents,
-        k_documents=k_documents,
-        dropout=dropout,
-        lse=return_lse,
-    )
+    with _no_autocast(q):
+        y, lse = run(
+            q,
+            k,
+            v,
+            causal=causal,
+            window=window,
+            scale=scale,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            q_positions=q_positions,
+            k_positions=k_positions,
+            q_documents=q_documents,
+            k_documents=k_documents,
+            dropout=dropout,
+            lse=return_lse,
+        )
     return (y, lse) if return_lse else y
 
 
@@ -187,3 +190,9 @@ def _check(
             raise ValueError(f"{name} must be {'floating' if len(wanted) == 1 else 'integers'}; got {tensor.dtype}")
         if tensor.device != q.device:
             raise ValueError(f"{name} must be on the device of q, {q.device}; got {tensor.device}")
+
+
+def _no_autocast(like: Tensor) -> AbstractContextManager:
+    """Autocast would narrow the products inside."""
+    kind = like.device.type
+    return torch.autocast(kind, enabled=False) if kind in ("cpu", "cuda") else nullcontext()

@@ -6,7 +6,6 @@ what needs all weights at once (dropout).
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -44,20 +43,19 @@ def attention(
         k_documents=k_documents,
     )
     extras: dict[str, Any] = dict(softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks)
-    with _no_autocast(q):
-        if dropout or 0 in (*q.shape, *k.shape):
-            y, log_sum = reference.attention(q, k, v, scale=scale, dropout=dropout, **masks, **extras)
-            return y, log_sum.to(torch.promote_types(q.dtype, torch.float32))
-        width = v.shape[3]
-        total: Tensor | None = None
-        if q.device.type == "cpu":
-            q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in _level(q, k, v))
-        if lse or any(option is not None for option in extras.values()) or not _fits(q.shape[1], k.shape[1], **masks):
-            y, total = blocked.attention(q, k, v, scale=scale, **masks, **extras)
-        else:
-            y = _fused(q, k, v, causal, scale)
-        # The gradient of a slice is a copy.
-        return (y if y.shape[3] == width else y[..., :width]), total
+    if dropout or 0 in (*q.shape, *k.shape):
+        y, log_sum = reference.attention(q, k, v, scale=scale, dropout=dropout, **masks, **extras)
+        return y, log_sum.to(torch.promote_types(q.dtype, torch.float32))
+    width = v.shape[3]
+    total: Tensor | None = None
+    if q.device.type == "cpu":
+        q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in _level(q, k, v))
+    if lse or any(option is not None for option in extras.values()) or not _fits(q.shape[1], k.shape[1], **masks):
+        y, total = blocked.attention(q, k, v, scale=scale, **masks, **extras)
+    else:
+        y = _fused(q, k, v, causal, scale)
+    # The gradient of a slice is a copy.
+    return (y if y.shape[3] == width else y[..., :width]), total
 
 
 def _fits(queries: int, keys: int, *, causal: bool, window: int | None, **places: Tensor | None) -> bool:
@@ -90,9 +88,3 @@ def _level(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if more > 0:
         q, k = pad(q, (0, more)), pad(k, (0, more))
     return q, k, pad(v, (0, -more)) if more < 0 else v
-
-
-def _no_autocast(like: Tensor) -> AbstractContextManager:
-    """Autocast would narrow the products inside."""
-    kind = like.device.type
-    return torch.autocast(kind, enabled=False) if kind in ("cpu", "cuda") else nullcontext()

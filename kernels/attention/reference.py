@@ -69,17 +69,7 @@ def attention(
     dropout: float,
     lse: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """[B, T, H, V] and the log-sum-exp of the scores [B, T, H] (always); arguments as in `op.attention`.
-
-    In the dtype of q, whatever autocast says.
-    """
-    if torch.is_autocast_enabled(q.device.type):
-        with torch.autocast(q.device.type, enabled=False):
-            return attention(
-                q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes,
-                sinks=sinks, q_positions=q_positions, k_positions=k_positions, q_documents=q_documents,
-                k_documents=k_documents, dropout=dropout, lse=lse,
-            )  # fmt: skip
+    """[B, T, H, V] and the log-sum-exp of the scores [B, T, H] (always); arguments as in `op.attention`."""
     group = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
     scores = torch.einsum("bthk,bshk->bhts", q, k) * scale
