@@ -209,9 +209,10 @@ def plan(tree: Mapping[str, Any]) -> Plan:
         settings = replace(settings, model=model)
         skeleton = _model(settings.model, task)
     table = skeleton.stack.position.table
-    if table is not None and table.num_embeddings < task.length:
+    if table is not None and table.num_embeddings < task.longest:
         raise ValueError(
-            f"model: max_length={table.num_embeddings} must be at least task.length={task.length} with position=learned"
+            f"model: max_length={table.num_embeddings} with position=learned must be at least {task.longest}, the "
+            "longest row of the task and its suites"
         )
     optimizer = _build("optimizer", settings.optimizer, optim.get)
     trainer = call(Trainer, settings.trainer, "trainer")

@@ -181,13 +181,22 @@ def _refuse(tree: Mapping[str, Any], command: str, error: ValueError) -> Outcome
     reason, sweep = f"{type(error).__name__}: {error}", sweep if isinstance(sweep, str) else None
     about = Description(label, params, config.plain(semantic), environment({}), command, sweep, folder.name)
     try:
-        tracker = Tracker(folder, about, address(runs, bool(tree.get("mlflow"))))
+        tracker = Tracker(folder, about, _possible_address(runs, tree.get("mlflow")))
         tracker.finish("FAILED", reason, "".join(traceback.format_exception(error)))
+        where = f" ({folder}/log.txt)"
+    # There is no place for a record: the table and this line tell it.
     except (OSError, ValueError):
-        # There is no place for a record; the table tells it.
-        pass
-    print(f"{label} seed {seed}: FAILED: {reason} ({folder}/log.txt)", flush=True)
+        where = ""
+    print(f"{label} seed {seed}: FAILED: {reason}{where}", flush=True)
     return Outcome(label, str(task.get("name")), seed, "failed", reason, str(folder))
+
+
+def _possible_address(runs: str, wanted: Any) -> str | None:
+    """The database or server of a run whose options may be wrong; None where they name none."""
+    try:
+        return address(runs, wanted) if isinstance(wanted, (bool, str)) else None
+    except ValueError:
+        return None
 
 
 def _tracker(plan: config.Plan, folder: Path, command: str, start: Checkpoint | None) -> Tracker:

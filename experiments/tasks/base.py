@@ -97,6 +97,11 @@ class Task(ABC):
     vocabulary: int
     length: int
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row, of all suites too."""
+        return self.length
+
     @abstractmethod
     def train_dataset(self, seed: int, rows: int) -> Dataset[Item]:
         """`rows` rows of training data, map-style; row i is a function of (seed, i) alone.

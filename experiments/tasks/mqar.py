@@ -66,6 +66,10 @@ class MQAR(SyntheticTask):
         self.filler = filler
         self._check()
 
+    @property
+    def longest(self) -> int:
+        return max(self.length, 4 * max(self.kv + self.test_kv))
+
     def _check(self) -> None:
         most = max(self.kv + self.test_kv)
         if self.vocabulary % 2 or self.vocabulary < 2 * (most + 1):

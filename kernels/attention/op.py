@@ -56,14 +56,7 @@ def attention(
         ValueError: shapes, dtypes, devices or options that do not fit.
     Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.2; grouped heads: Ainslie et al. 2023, arXiv:2305.13245.
     """
-    _check(
-        q,
-        k,
-        v,
-        window=window,
-        scale=scale,
-        softcap=softcap,
-        dropout=dropout,
+    extras: dict[str, Any] = dict(
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         q_positions=q_positions,
@@ -71,6 +64,7 @@ def attention(
         q_documents=q_documents,
         k_documents=k_documents,
     )
+    _check(q, k, v, window=window, scale=scale, softcap=softcap, dropout=dropout, **extras)
     if count := flops.counter():
         count.record("attention", attention_flops(q.shape, k.shape, v.shape, causal, window))
         count.attention_bytes += moved_bytes(q.shape, k.shape, v.shape, q.element_size())
@@ -79,24 +73,9 @@ def attention(
         return (y, lse) if return_lse else y
     run = backend.implementation("attention", IMPLEMENTATIONS, q, dispatch.refusal(q, v, dropout))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    options: dict[str, Any] = dict(causal=causal, window=window, scale=scale, softcap=softcap, dropout=dropout)
     with _no_autocast(q):
-        y, lse = run(
-            q,
-            k,
-            v,
-            causal=causal,
-            window=window,
-            scale=scale,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            q_positions=q_positions,
-            k_positions=k_positions,
-            q_documents=q_documents,
-            k_documents=k_documents,
-            dropout=dropout,
-            lse=return_lse,
-        )
+        y, lse = run(q, k, v, **options, **extras, lse=return_lse)
     return (y, lse) if return_lse else y
 
 

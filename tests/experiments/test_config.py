@@ -196,3 +196,17 @@ def test_params_have_the_short_names_and_the_flat_config(plan_of):
     params = plan_of("seed=3", "optimizer.lr=0.5").params
     assert {"stack": "mha", "layout": "mha", "task": "mqar", "seed": 3, "d_model": 8, "n_layers": 2, "lr": 0.5,
             "model.mixers.mha.n_heads": None, "task.kv": [2], "trainer.steps": 4}.items() <= params.items()
+
+
+def test_a_learned_position_table_must_reach_to_the_longest_row(plan_of):
+    # Rows of 16 in training, of 16 with 4 pairs at the most in the suites; then 6 pairs make rows of 24.
+    learned = ("model.position=learned", "task.test_kv=[2,6]")
+    assert plan_of(*learned, "model.max_length=24").task.longest == 24
+    with pytest.raises(ValueError, match="max_length=23 with position=learned must be at least 24"):
+        plan_of(*learned, "model.max_length=23")
+
+
+def test_longest_is_the_longest_row_of_all_suites(plan_of):
+    task = plan_of("task.test_kv=[2,6]").task
+    suites = [suite for split in ("validation", "test") for suite in task.suites(split).values()]
+    assert max(len(item["tokens"]) for suite in suites for item in suite) == task.longest

@@ -11,7 +11,8 @@ from lightning.pytorch.callbacks import Callback
 from torch.nn import functional as F
 
 from experiments import module
-from experiments.module import Diverged, EarlyStop, Recorder, Training
+from experiments.early_stop import EarlyStop
+from experiments.module import Diverged, Recorder, Training
 from experiments.record import Description
 from experiments.tasks.base import NOT_SCORED, collate
 from experiments.tracking import Tracker

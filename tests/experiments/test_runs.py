@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from omegaconf import OmegaConf
 
+from experiments import runs
 from experiments.outcomes import Grid, Outcome, headline, table
 from experiments.record import read_status
 from experiments.runs import ConfigError, execute
@@ -75,3 +76,20 @@ def test_the_headline_is_validation_and_the_accuracy_of_each_suite():
               "eval/kv4/loss": 9.0, "eval/kv4/accuracy": 0.75, "eval/kv8/accuracy": 0.5}
     assert headline(values) == "val/loss 0.25  val/accuracy 0.5  test accuracy  kv4 0.750  kv8 0.500"
     assert headline({"val/loss": 1.0}) == "val/loss 1"
+
+
+@pytest.mark.parametrize(("mlflow", "uri"), [("http://127.0.0.1:9", "http://127.0.0.1:9"), ("nope", None), (3, None)])
+def test_a_refused_cell_goes_where_its_run_would_have_gone(plan_of, tmp_path, monkeypatch, mlflow, uri):
+    seen = []
+
+    class Seen(runs.Tracker):
+        def __init__(self, folder, about, uri=None):
+            seen.append(uri)
+            super().__init__(folder, about, None)
+
+    monkeypatch.setattr(runs, "Tracker", Seen)
+    settings = plan_of().settings
+    tree = {name: getattr(settings, name) for name in settings.__dataclass_fields__}
+    tree |= {"runs": str(tmp_path / "runs"), "mlflow": mlflow, "seed": None}
+    assert execute(tree, "command", alone=False).status == "failed"
+    assert seen == [uri]
