@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def load(run: str | Path, runs: str | Path = "runs") -> LanguageModel:
-    """The trained model of a run: see `experiments.resume.load`."""
+    """The trained model of a run, by its folder or key, on the CPU and in eval mode: see `experiments.resume.load`."""
     # The package is imported by everything in it.
     from experiments import resume
 

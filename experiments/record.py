@@ -55,6 +55,7 @@ class Status:
     ended: str | None = None
     seconds: float | None = None
     mlflow_run_id: str | None = None
+    mlflow_uri: str | None = None
     key: str | None = None
     earlier_keys: list[str] = field(default_factory=list)
     resumed: list[int] = field(default_factory=list)

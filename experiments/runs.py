@@ -59,6 +59,8 @@ def _plan(tree: Mapping[str, Any], overrides: Sequence[str]) -> config.Plan:
     folder = resume.find(str(run), str(tree.get("runs")))
     plan = config.plan(resume.changed(folder, tree, overrides))
     resume.move(folder, plan)
+    if Path(run).name != plan.key:
+        print(f"{_name(plan)}: {run} is now {Path(plan.settings.runs) / plan.key}", flush=True)
     return plan
 
 

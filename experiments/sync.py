@@ -1,6 +1,6 @@
 """`python -m experiments.sync`: send to MLflow what it lacks of the local records.
 
-    python -m experiments.sync                                  every record in runs/, to runs/mlflow.db
+    python -m experiments.sync                                  every record in runs/, to where it was logged
     python -m experiments.sync runs=FOLDER mlflow=URI           another folder, another database or server
 
 For runs that were made while the database or server of MLflow was away, or on a machine without one. What MLflow has is
@@ -17,14 +17,16 @@ from pathlib import Path
 
 from experiments import cli
 from experiments.record import lock, read_status, write_status
-from experiments.tracking import address, upload
+from experiments.tracking import address, exists, upload
 
 _DEAD = "its process ended without a word; the command that made it goes on from its newest checkpoint"
 
 
-def sync(folder: Path, uri: str) -> str:
+def sync(folder: Path, wanted: str | None, default: str) -> str:
     """Bring one record up to date in MLflow; returns what was done.
 
+    Args:
+        wanted: the database or server; None: the one that the run was logged to, or `default` where that is gone.
     Raises:
         ValueError: no whole record.
         Exception: whatever MLflow raises.
@@ -33,10 +35,12 @@ def sync(folder: Path, uri: str) -> str:
         if not free:
             return "is being run: left alone"
         status = read_status(folder)
+        known = status.mlflow_uri if status.mlflow_uri and exists(status.mlflow_uri) else default
+        uri = wanted or known
         if status.status == "RUNNING":
             write_status(folder, replace(status, status="KILLED", reason=_DEAD, owner=None))
         points = upload(folder, uri)
-        return f"{points:,} points sent" if points else "nothing was missing"
+        return f"{points:,} points sent to {uri}" if points else f"nothing was missing in {uri}"
 
 
 def main() -> int:
@@ -53,9 +57,10 @@ def main() -> int:
             if word.partition("=")[0] not in ("runs", "mlflow"):
                 raise cli.UsageError(f"{word!r} is no option here; allowed: runs=FOLDER, mlflow=URI")
         chosen = cli.composed("train", sys.argv[1:])
-        uri = address(chosen["runs"], chosen["mlflow"])
-        if uri is None:
+        wanted, default = address(chosen["runs"], chosen["mlflow"]), address(chosen["runs"], True)
+        if wanted is None:
             raise cli.UsageError("mlflow=false names nothing to send to")
+        wanted = None if chosen["mlflow"] is True else wanted
         # Those of experiments.bench lie deeper.
         found = (Path(chosen["runs"]).glob(f"{place}/status.json") for place in ("*", "bench/*/*"))
         folders = sorted(path.parent for paths in found for path in paths)
@@ -63,7 +68,7 @@ def main() -> int:
             raise cli.UsageError(f"runs={chosen['runs']!r} has no records")
         for folder in folders:
             try:
-                print(f"{folder}: {sync(folder, uri)}", flush=True)
+                print(f"{folder}: {sync(folder, wanted, default)}", flush=True)
             # One broken record, or one answer that a server does not give, leaves the others alone.
             except Exception as error:
                 failed.append(folder)

@@ -37,6 +37,7 @@ from experiments.record import (
 )
 
 EXPERIMENT = "mixerlab"
+_SQLITE = "sqlite:///"
 # MLflow's limits (mlflow.utils.validation); the params and tags of one request, and the metrics.
 MAX_KEY, MAX_PARAM, MAX_TAG, MAX_PARAMS, MAX_METRICS = 250, 6000, 8000, 100, 1000
 # A server that is away answers no sooner for being asked seven times, as is MLflow's habit.
@@ -62,7 +63,7 @@ class Tracker:
         self.mlflow = Mirror(uri, folder, description) if uri else None
         if self.mlflow:
             self.mlflow.start(previous and previous.mlflow_run_id, go_on=resume is not None)
-            self.record.update(mlflow_run_id=self.mlflow.run_id)
+            self.record.update(mlflow_run_id=self.mlflow.run_id, mlflow_uri=uri)
 
     @property
     def folder(self) -> Path:
@@ -249,7 +250,7 @@ def upload(folder: Path, uri: str) -> int:
     mirror = Mirror(uri, folder, about, status.mlflow_run_id)
     points = mirror.upload()
     mirror.close(status.status, status.reason)
-    write_status(folder, replace(status, mlflow_run_id=mirror.run_id, behind=False))
+    write_status(folder, replace(status, mlflow_run_id=mirror.run_id, mlflow_uri=uri, behind=False))
     return points
 
 
@@ -288,6 +289,11 @@ def address(runs: str, wanted: bool | str) -> str | None:
     return f"sqlite:///{(Path(runs) / 'mlflow.db').absolute()}" if wanted else None
 
 
+def exists(uri: str) -> bool:
+    """May there be something at a URI? Of a sqlite file that is known."""
+    return not uri.startswith(_SQLITE) or Path(uri.removeprefix(_SQLITE)).exists()
+
+
 def connect(uri: str) -> tuple[Any, str]:
     """A client of a database or server, and the id of our experiment in it; a sqlite file is made where missing.
 
@@ -301,10 +307,10 @@ def connect(uri: str) -> tuple[Any, str]:
     # Importing MLflow sets the levels of its loggers. What they say of a failure is in its exception too.
     for chatty in ("mlflow", "alembic", "sqlalchemy.pool"):
         logging.getLogger(chatty).setLevel(logging.CRITICAL)
-    if not uri.startswith("sqlite:///"):
+    if not uri.startswith(_SQLITE):
         client = MlflowClient(uri)
         return client, _experiment(client, None)
-    database = Path(uri.removeprefix("sqlite:///")).absolute()
+    database = Path(uri.removeprefix(_SQLITE)).absolute()
     database.parent.mkdir(parents=True, exist_ok=True)
     # MLflow creates its tables and looks for its experiment without a lock, and of several processes some crash.
     with FileLock(database.with_suffix(".lock")):

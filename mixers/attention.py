@@ -203,8 +203,8 @@ def default_kv_heads(d_model: int, n_heads: int | None, head_dim: int | None, na
 
 
 def _normed(norm: nn.Module, x: Tensor) -> Tensor:
-    """Normed in whatever dtype the norm computes, in the dtype of x."""
-    return norm(x).to(x.dtype)
+    """Normed in the dtype of the norm's weights, which autocast leaves alone; in the dtype of x."""
+    return norm(x.to(norm.weight.dtype)).to(x.dtype) if isinstance(norm, nn.RMSNorm) else x
 
 
 def _check(head_dim: int, window: int | None, scale: float | None, softcap: float | None, dropout: float) -> None:

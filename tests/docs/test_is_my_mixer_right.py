@@ -76,9 +76,14 @@ def test_the_code_is_the_recurrence_of_its_docstring():
         torch.testing.assert_close(mixer(x)[0, t], mixer.out(q[t] / q[t].norm() @ s))
 
 
-def test_the_three_lines_are_those_of_the_check():
-    assert TEST.strip().splitlines()[0] in (ROOT / "mixers" / "check.py").read_text()
-    assert len(TEST.strip().splitlines()) == 3
+def test_the_test_of_its_own_runs_as_it_is_pasted(tmp_path):
+    (tmp_path / "fading.py").write_text(CLASS + "\n\n" + DECLARED)
+    (tmp_path / "test_fading.py").write_text(TEST)
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    words = ["-q", "-p", "no:cacheprovider", "-k", "shape or causal", "test_fading.py"]
+    done = subprocess.run([sys.executable, "-m", "pytest", *words], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^[2-9] passed, 2\d deselected", done.stdout, re.MULTILINE), done.stdout
 
 
 @pytest.mark.slow

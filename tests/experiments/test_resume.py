@@ -259,8 +259,8 @@ def test_more_steps_continue_a_finished_run(command_line, tmp_path):
     assert command_line("mlflow=false", "optimizer.schedule=constant")[0] == 0
     (old,) = folders(tmp_path)
     code, out, _ = command_line("mlflow=false", f"resume={old}", "trainer.steps=6", tiny=False)
-    assert code == 0 and "going on after step 4" in out
     (new,) = folders(tmp_path)
+    assert code == 0 and "going on after step 4" in out and f"{old} is now {new}" in out
     status = read_status(new)
     assert new != old and (status.key, status.earlier_keys, status.resumed) == (new.name, [old.name], [4])
     # The same command again finds it under its old name; the new config alone does too.
