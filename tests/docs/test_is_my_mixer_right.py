@@ -81,7 +81,8 @@ def test_the_test_of_its_own_runs_as_it_is_pasted(tmp_path):
     (tmp_path / "test_fading.py").write_text(TEST)
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
     words = ["-q", "-p", "no:cacheprovider", "-k", "shape or causal", "test_fading.py"]
-    done = subprocess.run([sys.executable, "-m", "pytest", *words], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-m", "pytest", *words]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^[2-9] passed, 2\d deselected", done.stdout, re.MULTILINE), done.stdout
 
