@@ -148,7 +148,7 @@ def _value(key: str, arguments: Sequence[str]) -> str:
 
 def _base(arguments: Sequence[str], name: str) -> Mapping[str, Any]:
     """The config that a mistaken option was meant for: the chosen groups alone."""
-    groups = [a for a in arguments if re.match(r"\+?(stack|task|optimizer|trainer|experiment)=\w+$", a)]
+    groups = [a for a in arguments if re.match(r"\+?(stack|task|optimizer|trainer|experiment)=[\w/]+$", a)]
     try:
         return composed(name, groups)
     except HydraException:

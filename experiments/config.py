@@ -284,8 +284,12 @@ def _canonical(value: Any) -> Any:
 
 
 def choices(group: str) -> list[str]:
-    """The names of the files in conf/GROUP."""
-    return sorted(file.name.removesuffix(".yaml") for file in (CONF / group).iterdir() if file.name.endswith(".yaml"))
+    """The names of the files in conf/GROUP; `folder/name` for those in a folder of it."""
+    files, folders = [], []
+    for entry in (CONF / group).iterdir():
+        (folders if entry.is_dir() else files).append(entry.name)
+    inner = [f"{folder}/{name}" for folder in folders for name in choices(f"{group}/{folder}")]
+    return sorted([file.removesuffix(".yaml") for file in files if file.endswith(".yaml")] + inner)
 
 
 def preset_layout(stack: str) -> str | None:

@@ -19,7 +19,6 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor
-from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from arch import cost
@@ -99,11 +98,13 @@ class Training(L.LightningModule):
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Find the labelled positions while the batch is on the CPU: on a GPU the step would wait for the device."""
-        labels = batch["labels"].flatten()
-        where = (labels != NOT_SCORED).nonzero()[:, 0]
+        # A position is gathered once for each of its labels.
+        labels = batch["labels"].reshape(batch["tokens"].numel(), -1)
+        scored = labels != NOT_SCORED
+        where = scored.nonzero()[:, 0]
         documents = batch.get("documents")
         real = batch["tokens"].numel() if documents is None else int(documents.count_nonzero())
-        return batch | {"where": where, "targets": labels[where], "real": real}
+        return batch | {"where": where, "targets": labels[scored], "real": real}
 
     def logits(self, batch: Batch) -> Tensor:
         """[N, V] at the N labelled positions."""
@@ -114,7 +115,7 @@ class Training(L.LightningModule):
         return self.net.logits(hidden.flatten(0, 1).index_select(0, batch["where"]))
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
-        loss = F.cross_entropy(self.logits(batch), batch["targets"], reduction="sum")
+        loss = self.plan.task.loss(self.logits(batch), batch["targets"])
         count = len(batch["targets"])
         self.window.append((loss.detach(), count))
         self.counts.append(count)

@@ -12,7 +12,18 @@ if TYPE_CHECKING:
 
 # Names only, so that listing the tasks (`--help`) does not pay for importing torch.
 _CLASSES = {
+    "copying": "experiments.tasks.copying:Copying",
+    "forgetting": "experiments.tasks.forgetting:Forgetting",
+    "induction": "experiments.tasks.induction:Induction",
+    "mad/compression": "experiments.tasks.mad.compression:Compression",
+    "mad/fuzzy_recall": "experiments.tasks.mad.fuzzy_recall:FuzzyRecall",
+    "mad/in_context_recall": "experiments.tasks.mad.in_context_recall:InContextRecall",
+    "mad/memorization": "experiments.tasks.mad.memorization:Memorization",
+    "mad/noisy_recall": "experiments.tasks.mad.noisy_recall:NoisyRecall",
+    "mad/selective_copying": "experiments.tasks.mad.selective_copying:SelectiveCopying",
     "mqar": "experiments.tasks.mqar:MQAR",
+    "needle": "experiments.tasks.needle:Needle",
+    "parity": "experiments.tasks.parity:Parity",
     "text": "experiments.tasks.text:Text",
 }
 

@@ -4,10 +4,12 @@ Shapes: B rows, T positions, V vocabulary, N positions of any shape. Every batch
 
     tokens     [B, T] int64   what the model reads
     labels     [B, T] int64   the target *at* this position; -100: this position is not scored
+               [B, T, S]      where one position has several targets
     documents  [B, T] int32   only where rows are packed or padded: the document of each position, 0 is padding
 
-A synthetic task writes two methods, `draw` (one row from a random generator) and `difficulties` (its suites), and
-gets from `SyntheticTask`, by construction:
+A synthetic task writes three methods, `draw` (one row from a random generator), `difficulties` (its suites) and
+`oracle` (the exact solver of a suite's row, which proves that the row can be solved), and gets from `SyntheticTask`,
+by construction:
 
   - Row i depends on the seed and on i alone: it has a counter-based stream of its own, whatever the batch size, the
     workers or the ranks, and any row is reached at once, so that an interrupted run goes on where it stopped.
@@ -119,6 +121,10 @@ class Task(ABC):
             ValueError: another split, or a suite that cannot be filled.
         """
 
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The training loss, summed over N scored labels: logits [N, V], labels [N]; cross-entropy in nats."""
+        return F.cross_entropy(logits, labels, reduction="sum")
+
     def metrics(self, logits: Tensor, labels: Tensor) -> Sums:
         """The sums that this task's metrics are made of, of one batch: `loss` (nats a token) and `accuracy`.
 
@@ -152,7 +158,16 @@ class SyntheticTask(Task):
         Args:
             difficulty: a value of `difficulties`; None: a training row, which draws its difficulty too.
         Returns:
-            tokens [T], labels [T], int64 (T may depend on the difficulty).
+            tokens [T], labels [T], int64 (T may depend on the difficulty). Labels [T, S] score up to S answers at one
+            position.
+        """
+
+    @abstractmethod
+    def oracle(self, tokens: np.ndarray) -> np.ndarray:
+        """The answers of an exact solver that is told the rules and the tokens [T] of a suite's row, no labels.
+
+        Returns:
+            Shaped as the labels, and equal to them wherever they are scored; elsewhere anything.
         """
 
     @abstractmethod

@@ -8,7 +8,8 @@ from typing import Literal
 
 import numpy as np
 
-from experiments.tasks.base import NOT_SCORED, Row, SuiteSplit, SyntheticTask, at_least
+from experiments.tasks.base import Row, SuiteSplit, SyntheticTask, at_least
+from experiments.tasks.draws import different, unscored, whole_numbers
 
 
 class MQAR(SyntheticTask):
@@ -57,8 +58,8 @@ class MQAR(SyntheticTask):
         filler: Literal["zero", "random"] = "zero",
         rows_per_suite: int = 256,
     ) -> None:
-        self.kv = _pairs("kv", kv)
-        self.test_kv = _pairs("test_kv", test_kv)
+        self.kv = whole_numbers("kv", kv)
+        self.test_kv = whole_numbers("test_kv", test_kv)
         self.length = at_least("length", length, 1)
         self.vocabulary = at_least("vocabulary", vocabulary, 1)
         self.rows_per_suite = at_least("rows_per_suite", rows_per_suite, 1)
@@ -91,16 +92,24 @@ class MQAR(SyntheticTask):
         """One row of `difficulty` pairs: tokens, labels [max(length, 4 kv)] int64."""
         kv = self.kv[int(rng.random() * len(self.kv))] if difficulty is None else difficulty
         length, half = max(self.length, 4 * kv), self.vocabulary // 2
-        keys = _different(rng, kv, 1, half)
-        values = _different(rng, kv, half, self.vocabulary)
+        keys = different(rng, kv, 1, half)
+        values = different(rng, kv, half, self.vocabulary)
         queries = 2 * kv + 2 * _gaps(rng, kv, (length - 2 * kv) // 2, self.alpha)
         tokens = self._fill(rng, length)
         tokens[0 : 2 * kv : 2] = keys
         tokens[1 : 2 * kv : 2] = values
         tokens[queries] = keys
-        labels = np.full(length, NOT_SCORED, dtype=np.int64)
+        labels = unscored(length)
         labels[queries] = values
         return tokens, labels
+
+    def oracle(self, tokens: np.ndarray) -> np.ndarray:
+        """Remember what stands behind every key the first time; say it where the key comes again."""
+        labels, values = unscored(len(tokens)), {}
+        # Pairs and gaps alike begin at even positions.
+        for at in range(0, len(tokens) - 1, 2):
+            labels[at] = values.setdefault(tokens[at], tokens[at + 1])
+        return labels
 
     def difficulties(self, split: SuiteSplit) -> dict[str, int]:
         return {f"kv{kv}": kv for kv in (self.kv if split == "validation" else self.test_kv)}
@@ -110,16 +119,6 @@ class MQAR(SyntheticTask):
             return np.zeros(length, dtype=np.int64)
         # Three times as fast as rng.integers at this size.
         return (rng.random(length) * self.vocabulary).astype(np.int64)
-
-
-def _different(rng: np.random.Generator, count: int, low: int, high: int) -> np.ndarray:
-    """[count] different integers of [low, high), evenly, in the order drawn."""
-    # Draws with replacement, repeats left out: the cost is that of `count`, not of the vocabulary, as in rng.choice.
-    drawn: list[int] = []
-    while len(drawn) < count:
-        more = (rng.random(2 * count) * (high - low)).astype(np.int64) + low
-        drawn = list(dict.fromkeys(drawn + more.tolist()))
-    return np.array(drawn[:count])
 
 
 def _gaps(rng: np.random.Generator, kv: int, gaps: int, alpha: float) -> np.ndarray:
@@ -133,13 +132,3 @@ def _gaps(rng: np.random.Generator, kv: int, gaps: int, alpha: float) -> np.ndar
 def _mean_arrivals(gaps: int, alpha: float) -> np.ndarray:
     """[gaps] 1 / p(i) up to a factor: i ** (1 - alpha), i from 1."""
     return np.arange(1, gaps + 1) ** (1 - alpha)
-
-
-def _pairs(option: str, counts: Sequence[int]) -> tuple[int, ...]:
-    """`counts` as a tuple of different integers >= 1."""
-    if isinstance(counts, (str, bytes)) or not isinstance(counts, Sequence) or not counts:
-        raise ValueError(f"{option}={counts!r} must be a list of integers such as [4, 8, 16]")
-    pairs = tuple(at_least(f"{option} entry", kv, 1) for kv in counts)
-    if len(set(pairs)) < len(pairs):
-        raise ValueError(f"{option}={list(pairs)} must not name a number of pairs twice")
-    return pairs

@@ -22,7 +22,7 @@ def node(file):
 
 
 def files(group):
-    return [f"{group}/{path.name}" for path in sorted((FOLDER / group).glob("*.yaml"))]
+    return [f"{group}/{path.relative_to(FOLDER / group)}" for path in sorted((FOLDER / group).rglob("*.yaml"))]
 
 
 def test_the_model_node_is_the_signature():
@@ -35,7 +35,8 @@ def test_the_model_node_is_the_signature():
 @pytest.mark.parametrize("file", files("task"))
 def test_a_task_node_is_the_signature(file):
     found = node(file)
-    assert found == {"name": Path(file).stem} | config.plain(defaults(tasks.get(found["name"])))
+    name = file.removeprefix("task/").removesuffix(".yaml")
+    assert found == {"name": name} | config.plain(defaults(tasks.get(name)))
 
 
 @pytest.mark.parametrize("file", files("optimizer"))
