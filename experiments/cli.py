@@ -106,6 +106,9 @@ def explain(error: Exception, arguments: Sequence[str], name: str) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and "/" in error.missing_cfg_file:
         group, _, choice = error.missing_cfg_file.rpartition("/")
         options = sorted(error.options or [])
+        if group.startswith("task"):
+            # Hydra does not list what is in folders.
+            group, choice, options = "task", error.missing_cfg_file.removeprefix("task/"), config.choices("task")
         plus = "+" if group == "experiment" else ""
         return f"{plus}{group}={choice!r} does not exist{nearest(choice, options)}; allowed: {', '.join(options)}"
     text = f"{error}\n{error.__cause__ or ''}"

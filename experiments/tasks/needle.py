@@ -95,7 +95,7 @@ class Needle(SyntheticTask):
         labels, values = unscored(len(tokens)), {}
         for at in np.flatnonzero(tokens < self.keys):
             key = tokens[at]
-            labels[at] = values[key] if key in values else NOT_SCORED
+            labels[at] = values.get(key, NOT_SCORED)
             values.setdefault(key, tokens[min(at + 1, len(tokens) - 1)])
         return labels
 

@@ -132,6 +132,18 @@ def test_only_labelled_positions_reach_the_head(plan_of):
     assert torch.equal(batch["targets"], batch["labels"][scored])
 
 
+def test_a_position_with_several_labels_reaches_the_head_once_for_each(plan_of):
+    plan = plan_of()
+    training = Training(plan.model(), plan)
+    tokens = torch.randint(32, (2, 3))
+    labels = torch.full((2, 3, 2), NOT_SCORED)
+    labels[0, 1], labels[1, 2, 1] = torch.tensor([5, 6]), 7
+    batch = training.on_before_batch_transfer({"tokens": tokens, "labels": labels}, 0)
+    whole = training.net(tokens)
+    assert batch["targets"].tolist() == [5, 6, 7]
+    torch.testing.assert_close(training.logits(batch), torch.stack([whole[0, 1], whole[0, 1], whole[1, 2]]))
+
+
 def test_packed_rows_count_their_real_tokens_and_keep_documents_apart(plan_of):
     plan = plan_of()
     training = Training(plan.model(), plan)

@@ -181,6 +181,7 @@ def test_any_layout_in_shell_quotes_runs(command_line, layout, tmp_path):
         (["stack=gqaa"], ["stack='gqaa' does not exist (did you mean 'gqa'?)", "gemma3", "mha"]),
         (["-m", "stack=mha,lineer"], ["stack='lineer' does not exist (did you mean 'linear'?)"]),
         (["task=mqra"], ["task='mqra' does not exist (did you mean 'mqar'?)"]),
+        (["task=in_context_recal"], ["does not exist (did you mean 'mad/in_context_recall'?)", "allowed: copying, "]),
         (["optimizer=adam"], ["optimizer='adam' does not exist (did you mean 'adamw'?)", "allowed: adamw"]),
         (["+experiment=quikstart"], ["+experiment='quikstart' does not exist (did you mean 'quickstart'?)"]),
         (["experiment=quickstart"], ["is written with a plus: +experiment=quickstart"]),

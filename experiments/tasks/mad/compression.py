@@ -14,12 +14,12 @@ _PARTS = 4
 class Compression(SyntheticTask):
     """Read random symbols and then the sign; at the sign alone, say all of them at once.
 
-    One row of symbols 4 (0..2, sign 3), length 4. The answer for the symbol at position i is i * symbols + symbol:
+    One row of symbols 4 (0..2, sign 3), length 5; the answer for the symbol at position i is i * symbols + symbol:
 
-        position    0    1    2    3
-                                   sign
-        tokens      2    0    2    3
-        labels      .    .    .    2, 4 + 0, 8 + 2    (. is -100)
+        position    0    1    2    3    4
+                                       sign
+        tokens      2    0    2    1    3
+        labels      .    .    .    .    2, 4 + 0, 8 + 2, 12 + 1    (. is -100)
 
     All labels stand at the last position, so all that the model knows of the row must be in one vector of its width:
     attention cannot look back for each answer, as it can in copying. The head has `symbols` outputs for each position,

@@ -10,7 +10,6 @@ import numpy as np
 from experiments.tasks.base import NOT_SCORED, Row, SuiteSplit, SyntheticTask, at_least
 from experiments.tasks.draws import next_tokens, unscored, whole_numbers
 
-
 Motif = tuple[int, ...]
 
 
@@ -26,8 +25,8 @@ class FuzzyRecall(SyntheticTask):
         training    8    8    2    0    5    4    1    2    6    2    0    5    4    .
 
     A key is 1 to key_size different tokens of the lower half, a value 1 to value_size different ones of the upper half;
-    lengths are drawn evenly, then the tokens. In suites all keys have key_size tokens, so where one ends is known. A key
-    has one value throughout the row. The row ends with the probe, a pair that is drawn first and surely shown once
+    lengths are drawn evenly, then the tokens. In suites all keys have key_size tokens, so where one ends is known. A
+    key has one value throughout the row. The row ends with the probe, a pair that is drawn first and surely shown once
     before; pairs follow each other until one more might not fit in front of it, and pads fill the row from the left.
     Suites score the values that can be known, all tokens of them; a training row is scored as language modelling, on
     every next token, as in the public code, pads too.

@@ -55,7 +55,7 @@ class NoisyRecall(SyntheticTask):
         self.clean = self.vocabulary - at_least("noise_vocabulary", noise_vocabulary, 1)
         if self.clean < 2:
             raise ValueError(
-                f"noise_vocabulary={noise_vocabulary} must leave at least 2 of vocabulary={vocabulary}: a key and a value"
+                f"noise_vocabulary={noise_vocabulary} must leave at least 2 of vocabulary={vocabulary}: a key, a value"
             )
         self.length = even("length", length)
         self.noise = _share("noise", noise)
