@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from arch.block import BlockOptions
+from arch.generate import Prompts, Sampling, generate
 from arch.init import initialise
 from arch.mlp import Kind
 from arch.stack import Position, Stack
@@ -116,8 +117,42 @@ class LanguageModel(nn.Module):
 
     def extend(self, tokens: Tensor, state: State, packing: Packing | None = None) -> tuple[Tensor, State]:
         """Go on with [B, T] further ids, see `Mixer.extend`."""
-        hidden, state = self.stack.extend(self._embed(tokens, packing), state, packing)
+        hidden, state = self.advance(tokens, state, packing)
         return self.logits(hidden), state
+
+    def advance(self, tokens: Tensor, state: State, packing: Packing | None = None) -> tuple[Tensor, State]:
+        """As `extend`, but what the head reads, [B, T, D]: of a long prompt, only the last logits may be wanted."""
+        return self.stack.extend(self._embed(tokens, packing), state, packing)
+
+    def generate(
+        self,
+        prompts: Prompts,
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> list[Tensor]:
+        """New tokens behind prompts; without dropout, whatever mode the model is in.
+
+        Args:
+            prompts: rows of ids, of any lengths; a tensor [B, T] is B prompts of T.
+            max_new_tokens: at most so many, at least 1.
+            temperature: what logits are divided by; 0 is greedy: the most likely token, the lowest id of equals.
+            top_k: draw from so many of the most likely tokens only.
+            top_p: draw from the fewest most likely tokens whose probabilities, after temperature and top_k, reach this.
+            stop: the id that ends a row; the batch goes on until all rows have ended.
+            generator: of the draws, on the model's device; None: torch's own. A batch shares it: its rows are drawn
+                alike only in the same batch.
+        Returns:
+            The new tokens of each row, [at most max_new_tokens] int64 on the model's device, with `stop` at their end.
+        Raises:
+            ValueError: no prompt, an empty one, an id outside of the vocabulary, an option out of range, more positions
+                than a learned embedding has, or a mixer that sees later tokens.
+        """
+        return generate(self, prompts, max_new_tokens, Sampling(temperature, top_k, top_p), stop, generator)
 
     def _embed(self, tokens: Tensor, packing: Packing | None) -> Tensor:
         if packing is not None:

@@ -1,0 +1,109 @@
+"""`python -m experiments.generate run=KEY prompt='To be'`: prompts, and what a trained model says behind them.
+
+    python -m experiments.generate run=KEY prompt='ROMEO:' max_new_tokens=300 temperature=0.8 top_p=0.95
+        a run of task=text: prompt and answer are text
+    python -m experiments.generate run=KEY prompt='3 17 0 4' max_new_tokens=4
+        any other run: both are ids
+    python -m experiments.generate run=KEY prompt='To be' prompt='Good night, good' seed=1
+        several prompts, in one batch
+
+Options: run (a folder, or a KEY in the folder `runs`), prompt, max_new_tokens=200, temperature=0 (greedy), top_k,
+top_p, stop (the token that ends an answer, as prompts are written), seed=0 (of the draws), runs=runs. The newest
+checkpoint is loaded, on a GPU where there is one. Mistakes end with exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from experiments import cli, tasks
+from mixers.options import nearest
+
+_NUMBERS: Mapping[str, type] = {
+    "max_new_tokens": int, "temperature": float, "top_k": int, "top_p": float, "seed": int,
+}
+_TEXTS = ("run", "runs", "stop")
+
+
+def continued(
+    run: str, prompts: Sequence[str], *, runs: str = "runs", max_new_tokens: int = 200, seed: int = 0,
+    stop: str | None = None, **sampling: Any,
+) -> list[str]:
+    """Prompts and what a run's model says behind each, as the run's task writes them.
+
+    Args:
+        run: a folder, or a key in the folder `runs`.
+        seed: of the draws, from 0 to 2 ** 63 - 1.
+        stop: one token, as prompts are written.
+        sampling: temperature, top_k and top_p of `LanguageModel.generate`.
+    Raises:
+        ValueError: no such run, no checkpoint, or something that the model cannot be asked.
+    """
+    # Lightning, which reads checkpoints, takes seconds to import.
+    from experiments import resume
+    from experiments.record import read_description
+
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed={seed} must be from 0 to {2**63 - 1}")
+    task = tasks.get(read_description(resume.find(run, runs)).config["task"]["name"])
+    end = None if stop is None else task.encode(stop)
+    if end is not None and len(end) != 1:
+        raise ValueError(f"stop={stop!r} must be one token; it is {len(end)}")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = resume.load(run, runs).to(device)
+    asked = [task.encode(prompt) for prompt in prompts]
+    said = model.generate(asked, max_new_tokens, stop=end and end[0],
+                          generator=torch.Generator(device).manual_seed(seed), **sampling)
+    return [task.decode([*prompt, *row.tolist()]) for prompt, row in zip(asked, said, strict=True)]
+
+
+def main() -> int:
+    """The exit code: 0; 2 after a mistake."""
+    parser = argparse.ArgumentParser(
+        "python -m experiments.generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("options", nargs="*", metavar="NAME=VALUE")
+    sys.argv[1:] = parser.parse_args().options
+
+    def say() -> None:
+        options, prompts = _options(sys.argv[1:])
+        print("\n---\n".join(continued(prompts=prompts, **options)))
+
+    return cli.run(say, "train")
+
+
+def _options(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """The keyword arguments of `continued`, prompts apart, and the prompts."""
+    options: dict[str, Any] = {}
+    prompts = []
+    for name, _, value in (word.partition("=") for word in words):
+        if name == "prompt":
+            prompts.append(value)
+        elif name in _TEXTS:
+            options[name] = value
+        elif name in _NUMBERS:
+            options[name] = _number(name, value)
+        else:
+            allowed = ("run", "prompt", *_NUMBERS, *_TEXTS[1:])
+            raise cli.UsageError(f"{name} is no option{nearest(name, allowed)}; allowed: {', '.join(allowed)}")
+    for name, given in (("run", options.get("run")), ("prompt", prompts)):
+        if not given:
+            raise cli.UsageError(f"{name}=... is missing; see --help")
+    return options, prompts
+
+
+def _number(name: str, value: str) -> float:
+    try:
+        return _NUMBERS[name](value)
+    except ValueError:
+        kind = "a whole number" if _NUMBERS[name] is int else "a number"
+        raise cli.UsageError(f"{name}={value} must be {kind}") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
