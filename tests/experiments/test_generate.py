@@ -61,7 +61,7 @@ def test_other_runs_are_asked_in_ids(ask):
         (["run=KEY"], "prompt=... is missing"),
         (["run=nowhere", "prompt=a"], "run='nowhere' is no run"),
         (["run=KEY", "prompt="], "prompt 0 is empty"),
-        (["run=KEY", "prompt=a", "temprature=1"], "temprature is no option (did you mean 'temperature'?); allowed: run"),
+        (["run=KEY", "prompt=a", "temprature=1"], "temprature is no option (did you mean 'temperature'?)"),
         (["run=KEY", "prompt=a", "temperature=warm"], "temperature=warm must be a number"),
         (["run=KEY", "prompt=a", "max_new_tokens=2.5"], "max_new_tokens=2.5 must be a whole number"),
         (["run=KEY", "prompt=a", "temperature=-1"], "temperature=-1.0 must be a finite number of at least 0"),
