@@ -96,19 +96,23 @@ def learning(bands: Mapping[str, pd.DataFrame], name: str, styles: Mapping[str, 
 
 
 def difficulty(
-    found: Mapping[str, Mapping[int, Interval]], trained: Sequence[int], styles: Mapping[str, Style]
+    found: Mapping[str, Mapping[int, Interval]],
+    trained: Sequence[int],
+    styles: Mapping[str, Style],
+    what: str = "key-value pairs to remember",
 ) -> go.Figure:
-    """Accuracy against the number of key-value pairs to remember; difficulties that were never trained are shaded.
+    """Accuracy against the difficulty; difficulties that were never trained are shaded.
 
     Args:
-        found: cell -> number of pairs -> accuracy over seeds.
-        trained: numbers of pairs in training; empty where unknown, then nothing is shaded.
+        found: cell -> difficulty -> accuracy over seeds.
+        trained: difficulties in training; empty where unknown, then nothing is shaded.
+        what: is counted by a difficulty.
     """
     found = {cell: {kv: i for kv, i in row.items() if i.n} for cell, row in found.items()}
     found = {cell: row for cell, row in found.items() if row}
     pairs = sorted({kv for row in found.values() for kv in row})
     name = f"eval/kv{pairs[-1]}/accuracy" if pairs else "val/accuracy"
-    figure = _figure("key-value pairs to remember", "test accuracy, higher is better", found)
+    figure = _figure(what, "test accuracy, higher is better", found)
     ends = (math.log10(pairs[0]) - 0.1, math.log10(pairs[-1]) + 0.16) if pairs else (0, 1)
     _ranges(figure, ends, name, [i.mean for row in found.values() for i in row.values()])
     figure.update_xaxes(type="log", tickvals=pairs, ticktext=[str(kv) for kv in pairs])
@@ -124,7 +128,7 @@ def difficulty(
             mode="lines+markers",
             **_look(styles[cell], cell),
             customdata=list(row),
-            hovertemplate=_hover(cell, name, "%{customdata} pairs"),
+            hovertemplate=_hover(cell, name, f"%{{customdata}} {what}"),
         )
     _names(figure, {cell: (max(row) * 10 ** shifts[cell], row[max(row)].mean) for cell, row in found.items()}, styles)
     return figure

@@ -166,11 +166,12 @@ Picture = tuple[str, str, go.Figure]
 
 def _difficulty(about: Comparison, styles: Mapping[str, plots.Style]) -> Iterable[Picture]:
     if len(tables.difficulties(about.counted.metrics)) > 1:
+        what = tables.AXES[tables.axis(about.counted.metrics)]
         caption = (
-            f"Test accuracy against the number of key-value pairs; bars are {LEVEL:.0%} intervals over seeds. "
+            f"Test accuracy against {what}; bars are {LEVEL:.0%} intervals over seeds. "
             "Points of one difficulty stand side by side only to be seen."
         )
-        figure = plots.difficulty(tables.by_difficulty(about.counted), tables.trained(about.records), styles)
+        figure = plots.difficulty(tables.by_difficulty(about.counted), tables.trained(about.records), styles, what)
         yield "Accuracy by difficulty", caption, figure
 
 

@@ -14,19 +14,37 @@ from analysis.statistics import Interval, interval
 from experiments.metrics import format_value, metric
 
 NOTHING = "–"
-_PAIRS = re.compile(r"eval/kv(\d+)/accuracy")
+# What the numbers in names of suites count, such as eval/kv16/accuracy; the option task.kv says what was trained.
+AXES = {
+    "kv": "key-value pairs to remember",
+    "length": "tokens of a row",
+    "letters": "letters to copy",
+    "copies": "tokens to copy",
+    "writes": "writes of keys",
+    "noise": "percent of noise",
+}
+
+
+def axis(metrics: Iterable[str]) -> str:
+    """Which of `AXES` the suites with these metrics are along; kv where along none."""
+    words = {match[1] for match in map(re.compile(r"eval/([a-z]+)\d+/accuracy").fullmatch, metrics) if match}
+    return next((word for word in AXES if word in words), "kv")
 
 
 def difficulties(metrics: Iterable[str]) -> dict[int, str]:
-    """Number of key-value pairs -> the metric with the accuracy at it, from easy to hard."""
-    found = {int(match[1]): match[0] for match in map(_PAIRS.fullmatch, metrics) if match}
+    """Difficulty -> the metric with the accuracy at it, from easy to hard; without 0, as its scale is logarithmic."""
+    pattern = re.compile(rf"eval/{axis(metrics)}([1-9]\d*)/accuracy")
+    found = {int(match[1]): match[0] for match in map(pattern.fullmatch, metrics) if match}
     return dict(sorted(found.items()))
 
 
 def trained(records: Records) -> list[int]:
-    """The numbers of key-value pairs that some run trained on; empty where that is not recorded."""
-    given = records.runs["task.kv"].dropna() if "task.kv" in records.runs else []
-    return sorted({int(number) for text in given for number in re.findall(r"\d+", str(text))})
+    """The difficulties that some run trained on; empty where that is not recorded."""
+    word = axis(records.metrics)
+    option = f"task.{word}"
+    given = records.runs[option].dropna() if option in records.runs else []
+    scale = 100 if word == "noise" else 1
+    return sorted({round(scale * float(number)) for text in given for number in re.findall(r"[\d.]+", str(text))})
 
 
 def quality(records: Records) -> list[str]:
@@ -91,7 +109,7 @@ def summary(records: Records, metrics: Sequence[str]) -> pd.DataFrame:
 
 
 def by_difficulty(records: Records) -> dict[str, dict[int, Interval]]:
-    """cell -> number of key-value pairs -> accuracy over the counted runs."""
+    """cell -> difficulty -> accuracy over the counted runs."""
     pairs = difficulties(records.metrics)
     table = summary(records, list(pairs.values()))
     return {cell: {kv: table.at[cell, name] for kv, name in pairs.items()} for cell in table.index}

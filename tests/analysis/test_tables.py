@@ -33,6 +33,21 @@ def test_quality_is_the_hardest_difficulty_where_training_is_not_recorded(write,
     assert tables.quality(records()) == ["eval/kv16/accuracy"] and tables.trained(records()) == []
 
 
+@pytest.mark.parametrize(
+    ("axis", "option", "suites", "trained"),
+    [("length", 128, (64, 128, 256), [128]), ("writes", [4, 8], (4, 8, 32), [4, 8]), ("noise", 0.2, (20, 40), [20])],
+)
+def test_difficulties_of_other_tasks_are_read_off_their_suites(write, records, axis, option, suites, trained):
+    folder = write(accuracy={}, params={f"task.{axis}": option})
+    metrics = {f"eval/{axis}{n}/accuracy": 0.5 for n in suites}
+    line = {"step": 200, "tokens": 2000, "metrics": metrics}
+    (folder / "metrics.jsonl").write_text((folder / "metrics.jsonl").read_text() + json.dumps(line) + "\n")
+    found = records()
+    assert tables.axis(found.metrics) == axis and list(tables.difficulties(found.metrics)) == list(suites)
+    assert tables.trained(found) == trained
+    assert tables.quality(found) == [name for n, name in zip(suites, metrics, strict=True) if n >= max(trained)]
+
+
 def test_quality_falls_back_on_other_suites_and_on_validation(write, runs):
     file = write(accuracy={}) / "metrics.jsonl"
     assert tables.quality(load(runs)) == ["val/accuracy"]

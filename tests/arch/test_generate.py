@@ -119,6 +119,10 @@ def test_distributions_by_hand(options, expected):
     assert found[1].sum() == pytest.approx(1) and found[1, 1] == pytest.approx(float(expected[0]), abs=1e-7)
 
 
+def test_a_sum_that_top_p_reaches_exactly_is_enough():
+    assert Sampling(1.0, top_p=0.5).probabilities(torch.zeros(4)).tolist() == [0.5, 0.5, 0, 0]
+
+
 def test_half_precision_and_huge_logits_have_a_distribution():
     found = Sampling(0.7, top_p=0.9).probabilities(torch.tensor([6e4, -6e4, 6e4], dtype=torch.float16))
     assert found.tolist() == [0.5, 0, 0.5]
