@@ -64,7 +64,7 @@ class FuzzyRecall(SyntheticTask):
         self.vocabulary = at_least("vocabulary", vocabulary, 1)
         self.pad, self.keys = self.vocabulary - 1, (self.vocabulary - 1) // 2
         self.rows_per_suite = at_least("rows_per_suite", rows_per_suite, 1)
-        least = 1 + max(2 * self.key_size, 2 * self.value_size - 1, self.largest)
+        least = 1 + max(2 * self.key_size, 2 * self.value_size - 1)
         if self.vocabulary < least:
             raise ValueError(
                 f"vocabulary={vocabulary} must be at least {least}: a pad, and key_size={key_size} different tokens in "
