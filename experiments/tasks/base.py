@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 NOT_SCORED = -100
 Split = Literal["train", "validation", "test"]
 SuiteSplit = Literal["validation", "test"]
-# tokens [T] and labels [T], int64
+# tokens [T] and labels [T] or [T, S], int64
 Row = tuple[np.ndarray, np.ndarray]
 Item = dict[str, Tensor]
 # name -> (sum, number of things summed)

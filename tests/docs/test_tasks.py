@@ -12,7 +12,9 @@ from experiments import cli, config, generate, tasks
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "tasks.md").read_text()
-TABLE = [[cell.strip() for cell in row.split("|")[1:-1]] for row in TEXT.splitlines() if row.startswith("| `") and "task=" not in row]
+# Behind the heading, which is the first line.
+ROWS = [line for line in TEXT.splitlines() if line.startswith("| `")][1:]
+TABLE = [[cell.strip() for cell in row.split("|")[1:-1]] for row in ROWS]
 COMMANDS = re.findall(r"^    python -m experiments\.(train|generate) (.+)$", TEXT, re.MULTILINE)
 
 
