@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from experiments import cli, tasks
+from experiments import cli
 from mixers.options import nearest
 
 _NUMBERS: Mapping[str, type] = {
@@ -30,11 +30,41 @@ _NUMBERS: Mapping[str, type] = {
 _TEXTS = ("run", "runs", "stop")
 
 
+class Bytes:
+    """Text of a run of task=text: its bytes in UTF-8."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of some ids; what is no UTF-8 becomes the replacement character."""
+        return bytes(ids).decode(errors="replace")
+
+
+class Numbers:
+    """Ids of any run, as people write them."""
+
+    def encode(self, text: str) -> list[int]:
+        """Numbers between spaces or commas.
+
+        Raises:
+            ValueError: anything else.
+        """
+        words = text.replace(",", " ").split()
+        for word in words:
+            if not word.isdecimal():
+                raise ValueError(f"{word!r} is no id; a run of another task than text wants ids such as '3 17 4'")
+        return [int(word) for word in words]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+
 def continued(
     run: str, prompts: Sequence[str], *, runs: str = "runs", max_new_tokens: int = 200, seed: int = 0,
     stop: str | None = None, **sampling: Any,
 ) -> list[str]:
-    """Prompts and what a run's model says behind each, as the run's task writes them.
+    """Prompts and what a run's model says behind each, text or ids.
 
     Args:
         run: a folder, or a key in the folder `runs`.
@@ -50,16 +80,17 @@ def continued(
 
     if not 0 <= seed < 2**63:
         raise ValueError(f"seed={seed} must be from 0 to {2**63 - 1}")
-    task = tasks.get(read_description(resume.find(run, runs)).config["task"]["name"])
-    end = None if stop is None else task.encode(stop)
+    task = read_description(resume.find(run, runs)).config["task"]["name"]
+    tokens = Bytes() if task == "text" else Numbers()
+    end = None if stop is None else tokens.encode(stop)
     if end is not None and len(end) != 1:
         raise ValueError(f"stop={stop!r} must be one token; it is {len(end)}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = resume.load(run, runs).to(device)
-    asked = [task.encode(prompt) for prompt in prompts]
+    asked = [tokens.encode(prompt) for prompt in prompts]
     said = model.generate(asked, max_new_tokens, stop=end and end[0],
                           generator=torch.Generator(device).manual_seed(seed), **sampling)
-    return [task.decode([*prompt, *row.tolist()]) for prompt, row in zip(asked, said, strict=True)]
+    return [tokens.decode([*prompt, *row.tolist()]) for prompt, row in zip(asked, said, strict=True)]
 
 
 def main() -> int:

@@ -23,7 +23,7 @@ by construction:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from hashlib import blake2b
 from numbers import Integral
 from typing import Any, Literal
@@ -133,24 +133,6 @@ class Task(ABC):
             logits: [N, V] or [B, T, V]; labels: [N] or [B, T], -100 where nothing is scored.
         """
         return token_sums(logits, labels)
-
-    @classmethod
-    def encode(cls, text: str) -> list[int]:
-        """The ids that a prompt stands for, as people write it: numbers, between spaces or commas.
-
-        Raises:
-            ValueError: anything else.
-        """
-        words = text.replace(",", " ").split()
-        for word in words:
-            if not word.isdecimal():
-                raise ValueError(f"{word!r} is no id; the task {cls.name} wants ids such as '3 17 4'")
-        return [int(word) for word in words]
-
-    @classmethod
-    def decode(cls, ids: Sequence[int]) -> str:
-        """Ids as people read them."""
-        return " ".join(map(str, ids))
 
     def fingerprint(self) -> str:
         """What stands for the data in a run's key: a hash of a file's bytes; "" where the options say it all.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bz2
 import hashlib
 import math
-from collections.abc import Sequence
 from functools import cache, cached_property
 from importlib.resources import files
 from pathlib import Path
@@ -90,16 +89,6 @@ class Text(Task):
         if not starts:
             raise ValueError(f"separator={separator!r} does not occur in {self.where}; null: the text is one document")
         return np.array(starts, dtype=np.int64)
-
-    @classmethod
-    def encode(cls, text: str) -> list[int]:
-        """The bytes of a text, in UTF-8."""
-        return list(text.encode())
-
-    @classmethod
-    def decode(cls, ids: Sequence[int]) -> str:
-        """The text that bytes are in UTF-8; where they are none, � stands."""
-        return bytes(ids).decode(errors="replace")
 
     def fingerprint(self) -> str:
         """SHA-256 of the text."""

@@ -79,4 +79,4 @@ def test_mistakes_are_one_message(ask, arguments, message):
 
 def test_words_in_a_prompt_of_ids_are_refused(ask):
     code, _, err = ask("run=KEY", "prompt=3 four", train=("mlflow=false",))
-    assert code == 2 and "'four' is no id; the task mqar wants ids such as '3 17 4'" in err
+    assert code == 2 and "'four' is no id; a run of another task than text wants ids such as '3 17 4'" in err
