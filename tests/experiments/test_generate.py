@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
 import experiments
-from experiments import generate
+from experiments import generate, train
 
-TEXT = ("task=text", "task.length=16", "task.rows_per_suite=4", "model.d_model=8", "model.mlp=none", "trainer.steps=2",
+TINY = ("model.d_model=8", "model.mlp=none", "task.length=16", "task.rows_per_suite=4", "trainer.steps=2",
         "trainer.batch_size=2", "trainer.threads=1", "mlflow=false")
+OF = {"text": ("task=text",), "mqar": ("task.vocabulary=32", "task.kv=[2]", "task.test_kv=[2]")}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where there are two runs: runs/text of text, runs/mqar of ids."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for name, options in OF.items():
+            patch.setattr(sys, "argv", ["train", *TINY, *options])
+            assert train.main() == 0
+            made, = (path.parent for path in Path("runs").glob("*/status.json") if path.parent.name not in OF)
+            made.rename(f"runs/{name}")
+    return folder
 
 
 @pytest.fixture
-def ask(command_line, tmp_path, monkeypatch, capsys):
-    """Train a run, then call the program: exit code, what it printed, its errors."""
+def ask(folder, monkeypatch, capsys):
+    """Call the program: exit code, what it printed, its errors."""
 
-    def call(*arguments, train=TEXT):
-        known = list((tmp_path / "runs").glob("*/status.json"))
-        if not known:
-            assert command_line(*train, tiny=train is not TEXT)[0] == 0
-            known = list((tmp_path / "runs").glob("*/status.json"))
-        key = known[0].parent.name
-        monkeypatch.setattr(sys, "argv", ["generate", *(word.replace("KEY", key) for word in arguments)])
+    def call(*arguments):
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(sys, "argv", ["generate", *arguments])
         capsys.readouterr()
         code = generate.main()
         return code, *capsys.readouterr()
@@ -31,24 +43,24 @@ def ask(command_line, tmp_path, monkeypatch, capsys):
     return call
 
 
-def test_a_text_run_continues_texts(ask, tmp_path):
-    code, out, err = ask("run=KEY", "prompt=To bé", "prompt=O, ", "max_new_tokens=9")
+def test_a_text_run_continues_texts(ask, folder):
+    code, out, err = ask("run=text", "prompt=To bé", "prompt=O, ", "max_new_tokens=9")
     assert (code, err) == (0, "")
     first, second = out.removesuffix("\n").split("\n---\n")
-    model = experiments.load(next((tmp_path / "runs").glob("*/status.json")).parent)
+    model = experiments.load(folder / "runs" / "text")
     said = model.generate([list("To bé".encode()), list(b"O, ")], 9)
     assert first == "To bé" + bytes(said[0].tolist()).decode(errors="replace")
     assert second == "O, " + bytes(said[1].tolist()).decode(errors="replace")
 
 
 def test_draws_are_repeated_by_their_seed(ask):
-    options = ("run=KEY", "prompt=a", "max_new_tokens=30", "temperature=1", "top_k=100", "top_p=0.99")
+    options = ("run=text", "prompt=a", "max_new_tokens=30", "temperature=1", "top_k=100", "top_p=0.99")
     first, again, other = (ask(*options, seed)[1] for seed in ("seed=1", "seed=1", "seed=2"))
     assert first == again != other
 
 
 def test_other_runs_are_asked_in_ids(ask):
-    code, out, _ = ask("run=runs/KEY", "prompt=3, 17 0 4", "max_new_tokens=2", train=("mlflow=false",))
+    code, out, _ = ask("run=runs/mqar", "prompt=3, 17 0 4", "max_new_tokens=2")
     assert code == 0
     said = [int(word) for word in out.split()]
     assert said[:4] == [3, 17, 0, 4] and len(said) == 6
@@ -58,17 +70,17 @@ def test_other_runs_are_asked_in_ids(ask):
     ("arguments", "message"),
     [
         (["prompt=a"], "run=... is missing"),
-        (["run=KEY"], "prompt=... is missing"),
+        (["run=text"], "prompt=... is missing"),
         (["run=nowhere", "prompt=a"], "run='nowhere' is no run"),
-        (["run=KEY", "prompt="], "prompt 0 is empty"),
-        (["run=KEY", "prompt=a", "temprature=1"], "temprature is no option (did you mean 'temperature'?)"),
-        (["run=KEY", "prompt=a", "temperature=warm"], "temperature=warm must be a number"),
-        (["run=KEY", "prompt=a", "max_new_tokens=2.5"], "max_new_tokens=2.5 must be a whole number"),
-        (["run=KEY", "prompt=a", "temperature=-1"], "temperature=-1.0 must be a finite number of at least 0"),
-        (["run=KEY", "prompt=a", "top_p=0.5"], "top_p=0.5 needs a temperature above 0"),
-        (["run=KEY", "prompt=a", "stop=ab"], "stop='ab' must be one token; it is 2"),
-        (["run=KEY", "prompt=a", "seed=-1"], "seed=-1 must be from 0 to "),
-        (["run=KEY", "prompt=a", "loose"], "'loose' is no option"),
+        (["run=text", "prompt="], "prompt 0 is empty"),
+        (["run=text", "prompt=a", "temprature=1"], "temprature is no option (did you mean 'temperature'?)"),
+        (["run=text", "prompt=a", "temperature=warm"], "temperature=warm must be a number"),
+        (["run=text", "prompt=a", "max_new_tokens=2.5"], "max_new_tokens=2.5 must be a whole number"),
+        (["run=text", "prompt=a", "temperature=-1"], "temperature=-1.0 must be a finite number of at least 0"),
+        (["run=text", "prompt=a", "top_p=0.5"], "top_p=0.5 needs a temperature above 0"),
+        (["run=text", "prompt=a", "stop=ab"], "stop='ab' must be one token; it is 2"),
+        (["run=text", "prompt=a", "seed=-1"], "seed=-1 must be from 0 to "),
+        (["run=text", "prompt=a", "loose"], "'loose' is no option"),
     ],
 )
 def test_mistakes_are_one_message(ask, arguments, message):
@@ -78,5 +90,5 @@ def test_mistakes_are_one_message(ask, arguments, message):
 
 
 def test_words_in_a_prompt_of_ids_are_refused(ask):
-    code, _, err = ask("run=KEY", "prompt=3 four", train=("mlflow=false",))
+    code, _, err = ask("run=mqar", "prompt=3 four")
     assert code == 2 and "'four' is no id; a run of another task than text wants ids such as '3 17 4'" in err
