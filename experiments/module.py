@@ -19,11 +19,11 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor
-from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from arch import cost
 from arch.language_model import LanguageModel
+from arch.loss import chunks
 from experiments.checkpoints import Checkpoint, Saver
 from experiments.config import Plan
 from experiments.early_stop import EarlyStop
@@ -105,16 +105,16 @@ class Training(L.LightningModule):
         real = batch["tokens"].numel() if documents is None else int(documents.count_nonzero())
         return batch | {"where": where, "targets": labels[where], "real": real}
 
-    def logits(self, batch: Batch) -> Tensor:
-        """[N, V] at the N labelled positions."""
+    def labelled(self, batch: Batch) -> Tensor:
+        """[N, D], what the head reads at the N labelled positions."""
         documents = batch.get("documents")
         # Compiled in training alone: suites of other lengths would be compiled again each.
         hidden = self.hidden if self.training else self.net.hidden
         hidden = hidden(batch["tokens"], None if documents is None else Packing(documents, check=False))
-        return self.net.logits(hidden.flatten(0, 1).index_select(0, batch["where"]))
+        return hidden.flatten(0, 1).index_select(0, batch["where"])
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
-        loss = F.cross_entropy(self.logits(batch), batch["targets"], reduction="sum")
+        loss = self.net.loss(self.labelled(batch), batch["targets"])
         count = len(batch["targets"])
         self.window.append((loss.detach(), count))
         self.counts.append(count)
@@ -137,7 +137,10 @@ class Training(L.LightningModule):
         self.scores = [self.plan.task.scores() for _ in self.trainer.test_dataloaders]
 
     def validation_step(self, batch: Batch, index: int, dataloader_idx: int = 0) -> None:
-        self.scores[dataloader_idx].add(self.logits(batch), batch["targets"])
+        hidden = self.labelled(batch)
+        # Metrics are sums: a part of a large vocabulary's logits at a time.
+        for rows in chunks(len(hidden), self.net.vocabulary):
+            self.scores[dataloader_idx].add(self.net.logits(hidden[rows]), batch["targets"][rows])
 
     test_step = validation_step
 
