@@ -61,6 +61,8 @@ class _CrossEntropy(torch.autograd.Function):
         for rows in chunks(len(targets), len(weight)):
             part, slope = _chunk(hidden[rows], weight, targets[rows], softcap, any(wanted))
             loss += part
+            if slope is None:
+                continue
             # As they are: autocast would narrow what `_chunk` left wide.
             with torch.autocast(hidden.device.type, enabled=False):
                 if d_hidden is not None:

@@ -103,7 +103,8 @@ class Training(L.LightningModule):
         where = (labels != NOT_SCORED).nonzero()[:, 0]
         documents = batch.get("documents")
         real = batch["tokens"].numel() if documents is None else int(documents.count_nonzero())
-        return batch | {"where": where, "targets": labels[where], "real": real}
+        about = {name: batch[name].flatten()[where] for name in self.plan.task.about if name in batch}
+        return batch | {"where": where, "targets": labels[where], "real": real, "about": about}
 
     def labelled(self, batch: Batch) -> Tensor:
         """[N, D], what the head reads at the N labelled positions."""
@@ -140,7 +141,8 @@ class Training(L.LightningModule):
         hidden = self.labelled(batch)
         # Metrics are sums: a part of a large vocabulary's logits at a time.
         for rows in chunks(len(hidden), self.net.vocabulary):
-            self.scores[dataloader_idx].add(self.net.logits(hidden[rows]), batch["targets"][rows])
+            about = {name: values[rows] for name, values in batch["about"].items()}
+            self.scores[dataloader_idx].add(self.net.logits(hidden[rows]), batch["targets"][rows], **about)
 
     test_step = validation_step
 
@@ -154,7 +156,8 @@ class Training(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """All that is not Lightning's, in plain containers: others would block torch.load(weights_only=True)."""
         random = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
-        checkpoint |= {"config": self.plan.config, "key": self.plan.key, "tokens": self.tokens, "random": random}
+        checkpoint |= {"config": self.plan.config, "key": self.plan.key, "tokens": self.tokens, "random": random,
+                       "vocabulary": self.plan.task.vocabulary_digest}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.tokens, self.random = checkpoint["tokens"], checkpoint["random"]
@@ -299,6 +302,7 @@ def train(
     if start is None or start.content["key"] != plan.key:
         at = (0, 0) if start is None else (start.position.step, start.content["tokens"])
         recorder.keep(*at, cost.measure(plan.skeleton, plan.task.length).metrics())
+    plan.task.keep(tracker.folder)
     suites = {split: plan.task.suites(split) for split in ("validation", "test")}
     validation, test = (
         [loader(suite, plan.trainer.batch_size) for suite in named.values()] for named in suites.values()
