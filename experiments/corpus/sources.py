@@ -54,7 +54,8 @@ class Corpus:
             found = text.find(mark, found + len(mark))
         if not starts:
             raise ValueError(f"separator={separator!r} does not occur in {self.where}; null: it cuts nothing")
-        return Corpus(self.where, self.text, np.union1d(self.starts, np.array(starts, dtype=np.int64)))
+        behind = np.array([start for start in starts if start < len(text)], dtype=np.int64)
+        return Corpus(self.where, self.text, np.union1d(self.starts, behind))
 
 
 def embedded() -> Corpus:

@@ -172,7 +172,7 @@ def _whole(piece: bytes) -> int:
 def boundary(text: np.ndarray, place: int) -> int:
     """`place`; or the end of the character of UTF-8 that lies across it. Of other bytes nothing is asked."""
     for begin in range(max(place - 3, 0), place):
-        for end in range(place + 1, place + 4):
+        for end in range(place + 1, min(place + 4, len(text) + 1)):
             try:
                 if len(text[begin:end].tobytes().decode()) == 1:
                     return end
