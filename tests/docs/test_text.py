@@ -25,7 +25,8 @@ def files(tmp_path, monkeypatch):
     (tmp_path / "my_notes").mkdir()
     (tmp_path / "my_notes" / "a.md").write_text(words)
     (tmp_path / "my_text.txt").write_text(words)
-    (tmp_path / "my_tokeniser.json").write_text(Text(path="my_text.txt", tokenizer="bpe", vocabulary=300).tokeniser.json)
+    tokeniser = Text(path="my_text.txt", tokenizer="bpe", vocabulary=300).tokeniser
+    (tmp_path / "my_tokeniser.json").write_text(tokeniser.json)
     monkeypatch.setattr("experiments.corpus.sources._stream", lambda *_: iter([words.encode()]))
 
 

@@ -293,7 +293,8 @@ def test_precision_reaches_the_model_and_clipping_still_works(plan_of, fit, prec
 
     class Look(Callback):
         def on_train_start(self, trainer, training):
-            training.net.head.register_forward_hook(lambda layer, inputs, output: seen.append(output.dtype))
+            linear = next(layer for layer in training.net.stack.modules() if isinstance(layer, torch.nn.Linear))
+            linear.register_forward_hook(lambda layer, inputs, output: seen.append(output.dtype))
 
     _, training, recorder = fit(plan_of(f"trainer.precision={precision}", "optimizer.clip=0.5"), Look())
     assert set(seen) == {dtype}

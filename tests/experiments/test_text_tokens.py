@@ -236,7 +236,8 @@ def test_a_masked_letter_that_only_the_right_side_tells_is_learnt(tmp_path, comm
     code, out, _ = command_line(
         "model.layout=mha", "model.mixers.mha.causal=false", "task=text", f"task.path={tmp_path / 'text.txt'}",
         "task.objective=mlm", "task.length=32", "model.d_model=32", "model.n_layers=2", "model.init_std=0.1",
-        "optimizer.lr=1e-2", "trainer.steps=100", "trainer.batch_size=16", "trainer.threads=1", "mlflow=false", tiny=False,
+        "optimizer.lr=1e-2", "trainer.steps=100", "trainer.batch_size=16", "trainer.threads=1", "mlflow=false",
+        tiny=False,
     )
     assert code == 0
     assert float(out.rsplit("val/accuracy ", 1)[1].split()[0]) > 0.85
