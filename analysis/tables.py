@@ -51,14 +51,15 @@ def quality(records: Records) -> list[str]:
     """The metrics that say how good a run is, the one to compare by first.
 
     Accuracy at the hardest difficulty that was trained, then at those beyond it; without difficulties the accuracies of
-    the test suites, else their losses, else what validation has.
+    the test suites, else their bits per byte, else their losses, else what validation has.
     """
     known = records.metrics
     by_pairs = difficulties(known)
     if by_pairs:
         most = max((kv for kv in by_pairs if kv in trained(records)), default=max(by_pairs))
         return [by_pairs[most], *(name for kv, name in by_pairs.items() if kv > most)]
-    for pattern in (r"eval/[\w.-]+/accuracy", r"eval/[\w.-]+/loss", r"val/accuracy", r"val/loss"):
+    test = [rf"eval/[\w.-]+/{name}" for name in ("accuracy", "bits_per_byte", "loss")]
+    for pattern in (*test, r"val/accuracy", r"val/loss"):
         found = [name for name in known if re.fullmatch(pattern, name)]
         if found:
             return found

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from arch.block import BlockOptions
 from arch.generate import Prompts, Sampling, generate
 from arch.init import initialise
+from arch.loss import cross_entropy
 from arch.mlp import Kind
 from arch.stack import Position, Stack
 from mixers.base import Packing, State
@@ -106,6 +107,10 @@ class LanguageModel(nn.Module):
         if self.logit_softcap is None:
             return logits
         return self.logit_softcap * torch.tanh(logits / self.logit_softcap)
+
+    def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """[N, D], targets [N] -> their summed cross-entropy in nats; large logits are never whole, see `arch.loss`."""
+        return cross_entropy(hidden, self.head.weight, targets, self.logit_softcap)
 
     def start(self, batch: int) -> State:
         """The state before any token."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from arch.language_model import LanguageModel
+    from experiments.corpus.tokenisers import Tokeniser
 
 
 def load(run: str | Path, runs: str | Path = "runs") -> LanguageModel:
@@ -15,3 +16,10 @@ def load(run: str | Path, runs: str | Path = "runs") -> LanguageModel:
     from experiments import resume
 
     return resume.load(run, runs)
+
+
+def tokeniser(run: str | Path, runs: str | Path = "runs") -> Tokeniser:
+    """What a run of the task `text` turned text into tokens with: see `experiments.resume.tokeniser`."""
+    from experiments import resume
+
+    return resume.tokeniser(run, runs)

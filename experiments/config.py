@@ -179,7 +179,7 @@ class Plan:
         data = self.task.fingerprint()
         if not data:
             return key(self.config | {"model": model})
-        task = {name: value for name, value in self.config["task"].items() if name != "path"}
+        task = {name: value for name, value in self.config["task"].items() if name not in self.task.located}
         return key(self.config | {"model": model, "task": task, "data": data})
 
     @cached_property
@@ -208,6 +208,7 @@ def plan(tree: Mapping[str, Any]) -> Plan:
         model, matched = matching.solve(budget, settings.model, lambda options: _model(options, task), task.length)
         settings = replace(settings, model=model)
         skeleton = _model(settings.model, task)
+    _check_direction(task, skeleton, settings)
     table = skeleton.stack.position.table
     if table is not None and table.num_embeddings < task.longest:
         raise ValueError(
@@ -217,6 +218,27 @@ def plan(tree: Mapping[str, Any]) -> Plan:
     optimizer = _build("optimizer", settings.optimizer, optim.get)
     trainer = call(Trainer, settings.trainer, "trainer")
     return Plan(settings, task, optimizer, trainer, skeleton, matched)
+
+
+def _check_direction(task: Task, skeleton: LanguageModel, settings: Settings) -> None:
+    """A stack must see what the task's labels are made of, and not the labels.
+
+    Raises:
+        ValueError: it does not, or does.
+    """
+    name = label(settings.stack, settings.model["layout"])
+    mixers = ", ".join(skeleton.used)
+    if task.reads == "both" and skeleton.causal:
+        raise ValueError(
+            f"task: {task.name} with objective=mlm needs a stack that sees both sides of a hidden token, and {name} is "
+            f"causal: allowed are stack=bert, model.mixers.NAME.causal=false where the mixer has it ({mixers}), or "
+            "task.objective=next"
+        )
+    if task.reads == "past" and not skeleton.causal:
+        raise ValueError(
+            f"task: {task.name} with objective=next asks for the next token, and {name} would see it: allowed are "
+            f"task.objective=mlm, or model.mixers.NAME.causal=true ({mixers})"
+        )
 
 
 def resolved(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,17 +30,6 @@ _NUMBERS: Mapping[str, type] = {
 _TEXTS = ("run", "runs", "stop")
 
 
-class Bytes:
-    """Text of a run of task=text: its bytes in UTF-8."""
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of some ids; what is no UTF-8 becomes the replacement character."""
-        return bytes(ids).decode(errors="replace")
-
-
 class Numbers:
     """Ids of any run, as people write them."""
 
@@ -81,7 +70,7 @@ def continued(
     if not 0 <= seed < 2**63:
         raise ValueError(f"seed={seed} must be from 0 to {2**63 - 1}")
     task = read_description(resume.find(run, runs)).config["task"]["name"]
-    tokens = Bytes() if task == "text" else Numbers()
+    tokens = resume.tokeniser(run, runs) if task == "text" else Numbers()
     end = None if stop is None else tokens.encode(stop)
     if end is not None and len(end) != 1:
         raise ValueError(f"stop={stop!r} must be one token; it is {len(end)}")

@@ -50,6 +50,7 @@ METRICS = (
     Metric("eval/<suite>/loss", "nats a token", "lower", "test loss on <suite>"),
     Metric("eval/<suite>/accuracy", "", "higher", "test accuracy on <suite>"),
     Metric("eval/<suite>/bits_per_byte", "bits a byte", "lower", "test bits per byte on <suite>"),
+    Metric("eval/<suite>/loss_at_<length>", "nats a token", "lower", "test loss on <suite> after <length> tokens"),
     Metric("complexity/parameters", "parameters", "lower", "parameters"),
     Metric("complexity/parameters_active", "parameters", "lower", "parameters that one token reads"),
     Metric("complexity/parameters_without_embeddings", "parameters", "lower", "parameters without embeddings"),

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from arch import cost
 from arch.language_model import LanguageModel
+from arch.loss import chunks
 from experiments.checkpoints import Checkpoint, Saver
 from experiments.config import Plan
 from experiments.early_stop import EarlyStop
@@ -104,18 +105,19 @@ class Training(L.LightningModule):
         where = scored.nonzero()[:, 0]
         documents = batch.get("documents")
         real = batch["tokens"].numel() if documents is None else int(documents.count_nonzero())
-        return batch | {"where": where, "targets": labels[scored], "real": real}
+        about = {name: batch[name].flatten()[where] for name in self.plan.task.about if name in batch}
+        return batch | {"where": where, "targets": labels[scored], "real": real, "about": about}
 
-    def logits(self, batch: Batch) -> Tensor:
-        """[N, V] at the N labelled positions."""
+    def labelled(self, batch: Batch) -> Tensor:
+        """[N, D], what the head reads at the N labelled positions."""
         documents = batch.get("documents")
         # Compiled in training alone: suites of other lengths would be compiled again each.
         hidden = self.hidden if self.training else self.net.hidden
         hidden = hidden(batch["tokens"], None if documents is None else Packing(documents, check=False))
-        return self.net.logits(hidden.flatten(0, 1).index_select(0, batch["where"]))
+        return hidden.flatten(0, 1).index_select(0, batch["where"])
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
-        loss = self.plan.task.loss(self.logits(batch), batch["targets"])
+        loss = self.plan.task.loss(self.net, self.labelled(batch), batch["targets"])
         count = len(batch["targets"])
         self.window.append((loss.detach(), count))
         self.counts.append(count)
@@ -138,7 +140,11 @@ class Training(L.LightningModule):
         self.scores = [self.plan.task.scores() for _ in self.trainer.test_dataloaders]
 
     def validation_step(self, batch: Batch, index: int, dataloader_idx: int = 0) -> None:
-        self.scores[dataloader_idx].add(self.logits(batch), batch["targets"])
+        hidden = self.labelled(batch)
+        # Metrics are sums: a part of a large vocabulary's logits at a time.
+        for rows in chunks(len(hidden), self.net.vocabulary):
+            about = {name: values[rows] for name, values in batch["about"].items()}
+            self.scores[dataloader_idx].add(self.net.logits(hidden[rows]), batch["targets"][rows], **about)
 
     test_step = validation_step
 
@@ -152,7 +158,8 @@ class Training(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """All that is not Lightning's, in plain containers: others would block torch.load(weights_only=True)."""
         random = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
-        checkpoint |= {"config": self.plan.config, "key": self.plan.key, "tokens": self.tokens, "random": random}
+        checkpoint |= {"config": self.plan.config, "key": self.plan.key, "tokens": self.tokens, "random": random,
+                       "vocabulary": self.plan.task.vocabulary_digest}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.tokens, self.random = checkpoint["tokens"], checkpoint["random"]
@@ -297,6 +304,7 @@ def train(
     if start is None or start.content["key"] != plan.key:
         at = (0, 0) if start is None else (start.position.step, start.content["tokens"])
         recorder.keep(*at, cost.measure(plan.skeleton, plan.task.length).metrics())
+    plan.task.keep(tracker.folder)
     suites = {split: plan.task.suites(split) for split in ("validation", "test")}
     validation, test = (
         [loader(suite, plan.trainer.batch_size) for suite in named.values()] for named in suites.values()

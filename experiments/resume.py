@@ -17,6 +17,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from arch.language_model import LanguageModel
 from experiments import config
+from experiments.corpus.tokenisers import Bytes, Tokeniser
+from experiments.corpus.tokenisers import load as load_file
 from experiments.record import Status, lock, read_description, read_status, write_status
 from mixers.options import call, nearest
 
@@ -123,6 +125,11 @@ def _check(folder: Path, status: Status, plan: config.Plan) -> None:
     fault = checkpoints.misfit(start, plan.skeleton)
     if fault:
         raise ValueError(f"resume: the options change the weights: {fault}")
+    if start.content.get("vocabulary", "") != plan.task.vocabulary_digest:
+        raise ValueError(
+            f"resume: task.tokenizer={plan.config['task'].get('tokenizer')} is not the tokeniser that {start.path} was "
+            "trained with: its ids mean other text"
+        )
 
 
 def load(run: str | Path, runs: str | Path = "runs") -> LanguageModel:
@@ -149,6 +156,28 @@ def load(run: str | Path, runs: str | Path = "runs") -> LanguageModel:
         model.double()
     model.load_state_dict(found.weights)
     return model.eval()
+
+
+def tokeniser(run: str | Path, runs: str | Path = "runs") -> Tokeniser:
+    """What turns text into the ids of a run's model and back: `.encode("To be")`, `.decode(ids)`.
+
+    Args:
+        run: its folder, or its key in the folder `runs`.
+    Raises:
+        ValueError: no such run, its task has no text, or its tokeniser is not that of its checkpoint.
+    """
+    from experiments import checkpoints
+
+    folder = find(str(run), str(runs))
+    task = read_description(folder).config["task"]
+    if task["name"] != "text":
+        raise ValueError(f"run={str(run)!r} is of task={task['name']}, whose tokens stand for no text")
+    file = folder / "tokenizer.json"
+    found = Bytes() if task.get("tokenizer", "bytes") == "bytes" else load_file(file, str(file))
+    start, _ = checkpoints.newest(folder)
+    if start is not None and start.content.get("vocabulary", "") != found.digest:
+        raise ValueError(f"{file} is not the tokeniser that {start.path} was trained with")
+    return found
 
 
 def _status(folder: Path) -> Status | None:

@@ -26,7 +26,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from hashlib import blake2b
 from numbers import Integral
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -34,6 +35,9 @@ from numpy.random.bit_generator import ISeedSequence
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Sampler
+
+if TYPE_CHECKING:
+    from arch.language_model import LanguageModel
 
 NOT_SCORED = -100
 Split = Literal["train", "validation", "test"]
@@ -93,11 +97,20 @@ class Task(ABC):
         name: the task's name in configs, params and streams.
         vocabulary: V, tokens and labels are in [0, V).
         length: T of a training row; the length at which a run's cost is counted.
+        reads: "past": a stack that sees later tokens would see the labels; "both": one that does not could not know
+            them; "any".
+        located: options that say where the data lie or come from; `fingerprint` stands for them in a run's key.
+        about: further [T] fields of a suite's items; `metrics` gets them at the scored positions, by name.
+        vocabulary_digest: stands for what the ids mean, where that is not fixed: a trained tokeniser's hash.
     """
 
     name: str
     vocabulary: int
     length: int
+    reads: Literal["past", "both", "any"] = "any"
+    located: tuple[str, ...] = ("path",)
+    about: tuple[str, ...] = ()
+    vocabulary_digest: str = ""
 
     @property
     def longest(self) -> int:
@@ -121,25 +134,29 @@ class Task(ABC):
             ValueError: another split, or a suite that cannot be filled.
         """
 
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The training loss, summed over N scored labels: logits [N, V], labels [N]; cross-entropy in nats."""
-        return F.cross_entropy(logits, labels, reduction="sum")
+    def loss(self, model: LanguageModel, hidden: Tensor, labels: Tensor) -> Tensor:
+        """The training loss, summed over N scored labels: what the head reads [N, D], labels [N]; in nats."""
+        return model.loss(hidden, labels)
 
-    def metrics(self, logits: Tensor, labels: Tensor) -> Sums:
+    def metrics(self, logits: Tensor, labels: Tensor, **about: Tensor) -> Sums:
         """The sums that this task's metrics are made of, of one batch: `loss` (nats a token) and `accuracy`.
 
         A task with more to measure extends the dict: a metric is the sum of the sums over the sum of the counts.
         Args:
             logits: [N, V] or [B, T, V]; labels: [N] or [B, T], -100 where nothing is scored.
+            about: the fields named by `about` that the suite has, shaped as labels.
         """
         return token_sums(logits, labels)
 
     def fingerprint(self) -> str:
         """What stands for the data in a run's key: a hash of a file's bytes; "" where the options say it all.
 
-        With one, the option `path` is left out of the key: it counts what the data is, not where it lies.
+        With one, the options in `located` are left out of the key: it counts what the data is, not where it lies.
         """
         return ""
+
+    def keep(self, folder: Path) -> None:  # noqa: B027  # most tasks have nothing to keep
+        """Write what the trained model cannot be used without into its run's folder, such as a tokeniser."""
 
     def scores(self) -> Scores:
         """An empty accumulator of this task's metrics."""
@@ -289,7 +306,7 @@ def collate(items: list[Item]) -> Item:
     """Rows to a batch. Shorter rows are padded at their end: token 0, label -100, document 0.
 
     Returns:
-        tokens, labels [B, T] int64; documents [B, T] int32 where a row has them or was padded.
+        tokens, labels [B, T] int64; documents [B, T] int32 where a row has them or was padded; other fields, 0 at pads.
     """
     lengths = [len(item["tokens"]) for item in items]
     packed = len(set(lengths)) > 1 or any("documents" in item for item in items)
@@ -297,6 +314,9 @@ def collate(items: list[Item]) -> Item:
         "tokens": _stack([item["tokens"] for item in items], 0),
         "labels": _stack([item["labels"] for item in items], NOT_SCORED),
     }
+    # What a task says about its tokens, see `Task.about`.
+    others = items[0].keys() - batch.keys() - {"documents"}
+    batch |= {name: _stack([item[name] for item in items], 0) for name in sorted(others)}
     if packed:
         one = [item.get("documents", torch.ones(n, dtype=torch.int32)) for item, n in zip(items, lengths, strict=True)]
         batch["documents"] = _stack(one, 0)
@@ -310,7 +330,13 @@ def _stack(rows: list[Tensor], fill: int) -> Tensor:
 
 
 def token_sums(logits: Tensor, labels: Tensor) -> Sums:
-    """Cross-entropy in nats and hits, summed in float64 over the scored tokens.
+    """Cross-entropy in nats and hits, summed in float64 over the scored tokens; see `token_losses`."""
+    losses, hits = token_losses(logits, labels)
+    return {"loss": (losses.sum().item(), len(hits)), "accuracy": (hits.sum().item(), len(hits))}
+
+
+def token_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy in nats [n] float64 and hits [n] bool of the n scored tokens, in their order.
 
     Args:
         logits: [..., V], any float dtype; half precision is taken to float32 first.
@@ -323,8 +349,7 @@ def token_sums(logits: Tensor, labels: Tensor) -> Sums:
     scored = labels != NOT_SCORED
     logits, labels = logits[scored].detach(), labels[scored]
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    loss = F.cross_entropy(exact, labels, reduction="none").double().sum().item()
-    return {"loss": (loss, len(labels)), "accuracy": ((logits.argmax(-1) == labels).sum().item(), len(labels))}
+    return F.cross_entropy(exact, labels, reduction="none").double(), logits.argmax(-1) == labels
 
 
 class Scores:
@@ -333,13 +358,13 @@ class Scores:
     10 tokens of loss 2 and 90 of loss 1 are 1.1, however they were batched and padded. Python floats (float64).
     """
 
-    def __init__(self, metrics: Callable[[Tensor, Tensor], Sums] = token_sums) -> None:
+    def __init__(self, metrics: Callable[..., Sums] = token_sums) -> None:
         self.metrics = metrics
         self.sums: Sums = {}
 
-    def add(self, logits: Tensor, labels: Tensor) -> None:
-        """Count one batch: logits [..., V], labels [...] with -100 where nothing is scored."""
-        self._count(self.metrics(logits, labels))
+    def add(self, logits: Tensor, labels: Tensor, **about: Tensor) -> None:
+        """Count one batch: logits [..., V], labels [...], -100 where nothing is scored; `about`: see `Task.metrics`."""
+        self._count(self.metrics(logits, labels, **about))
 
     def merge(self, other: Scores) -> None:
         """Count everything that `other` counted: suites into a whole, ranks into one."""

@@ -38,6 +38,8 @@ class Copying(SyntheticTask):
     """
 
     name = "copying"
+    # Answers stand behind the positions that ask for them.
+    reads = "past"
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch.nn import functional as F
 
+from arch import loss
 from experiments import module
 from experiments.early_stop import EarlyStop
 from experiments.module import Diverged, Recorder, Training
@@ -68,12 +69,12 @@ def bare(plan, steps):
         scored = batch["labels"] != NOT_SCORED
         for group in optimizer.param_groups:
             group["lr"] = plan.optimizer.lr * plan.optimizer.factor(plan.steps)(step)
-        loss = F.cross_entropy(model(batch["tokens"])[scored], batch["labels"][scored])
+        mean = F.cross_entropy(model(batch["tokens"])[scored], batch["labels"][scored])
         optimizer.zero_grad()
-        loss.backward()
+        mean.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), plan.optimizer.clip)
         optimizer.step()
-        losses.append(loss.item())
+        losses.append(mean.item())
     return model, losses
 
 
@@ -121,14 +122,11 @@ def test_batches_are_the_rows_in_order_and_rates_those_of_the_schedule(plan_of, 
 
 def test_only_labelled_positions_reach_the_head(plan_of):
     plan = plan_of()
-    training, seen = Training(plan.model(), plan), []
-    training.net.head.register_forward_hook(lambda layer, inputs, output: seen.append(output.shape))
+    training = Training(plan.model(), plan)
     batch = collate([plan.task.train_dataset(0, 3)[i] for i in range(3)])
     batch = training.on_before_batch_transfer(batch, 0)
-    logits = training.logits(batch)
     scored = batch["labels"] != NOT_SCORED
-    assert seen == [torch.Size([int(scored.sum()), 32])]
-    torch.testing.assert_close(logits, training.net(batch["tokens"])[scored])
+    torch.testing.assert_close(training.labelled(batch), training.net.hidden(batch["tokens"])[scored])
     assert torch.equal(batch["targets"], batch["labels"][scored])
 
 
@@ -141,7 +139,25 @@ def test_a_position_with_several_labels_reaches_the_head_once_for_each(plan_of):
     batch = training.on_before_batch_transfer({"tokens": tokens, "labels": labels}, 0)
     whole = training.net(tokens)
     assert batch["targets"].tolist() == [5, 6, 7]
-    torch.testing.assert_close(training.logits(batch), torch.stack([whole[0, 1], whole[0, 1], whole[1, 2]]))
+    found = training.net.logits(training.labelled(batch))
+    torch.testing.assert_close(found, torch.stack([whole[0, 1], whole[0, 1], whole[1, 2]]))
+
+
+def test_training_and_evaluation_of_a_large_vocabulary_never_hold_all_logits(plan_of, monkeypatch):
+    monkeypatch.setattr(loss, "TOKENS", 3)
+    monkeypatch.setattr(loss, "LOGITS", 1)
+    plan = plan_of("task.kv=[2,4]")
+    training, sizes = Training(plan.model(), plan), []
+    batch = training.on_before_batch_transfer(collate([plan.task.train_dataset(0, 5)[i] for i in range(5)]), 0)
+    whole = plan.task.scores()
+    whole.add(training.net(batch["tokens"]), batch["labels"])
+    training.net.head.register_forward_hook(lambda layer, inputs, output: sizes.append(len(output)))
+    training.eval()
+    training.scores = [plan.task.scores()]
+    training.validation_step(batch, 0)
+    assert sum(sizes) == len(batch["targets"]) > 6 and max(sizes) == 3
+    assert training.scores[0].result() == pytest.approx(whole.result())
+    assert training.training_step(batch, 0).item() == pytest.approx(whole.result()["loss"])
 
 
 def test_packed_rows_count_their_real_tokens_and_keep_documents_apart(plan_of):
@@ -154,7 +170,7 @@ def test_packed_rows_count_their_real_tokens_and_keep_documents_apart(plan_of):
     batch = training.on_before_batch_transfer({"tokens": tokens, "labels": labels, "documents": documents}, 0)
     assert batch["real"] == 11
     alone = training.net(tokens[:1, 2:5])[0, -1]
-    torch.testing.assert_close(training.logits(batch)[0], alone)
+    torch.testing.assert_close(training.net.logits(training.labelled(batch))[0], alone)
 
 
 def test_values_and_points_of_a_whole_run(plan_of, train, read_events):
@@ -290,7 +306,8 @@ def test_precision_reaches_the_model_and_clipping_still_works(plan_of, fit, prec
 
     class Look(Callback):
         def on_train_start(self, trainer, training):
-            training.net.head.register_forward_hook(lambda layer, inputs, output: seen.append(output.dtype))
+            linear = next(layer for layer in training.net.stack.modules() if isinstance(layer, torch.nn.Linear))
+            linear.register_forward_hook(lambda layer, inputs, output: seen.append(output.dtype))
 
     _, training, recorder = fit(plan_of(f"trainer.precision={precision}", "optimizer.clip=0.5"), Look())
     assert set(seen) == {dtype}

@@ -74,6 +74,16 @@ def test_suites_have_names_that_can_be_logged(name):
         assert legal(f"eval/{suite}/accuracy") and metric(f"eval/{suite}/accuracy").better == "higher"
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_that_shows_its_answers_is_for_stacks_that_do_not_look_ahead(name):
+    task = small(name)
+    items = [*task.train_dataset(0, 20), *(item for rows in every_suite(name).values() for item in rows)]
+    shown = [(item["labels"][:-1] == item["tokens"][1:])[item["labels"][:-1] != NOT_SCORED] for item in items
+             if item["labels"].dim() == 1]
+    share = torch.cat(shown).double().mean() if shown else 0
+    assert (task.reads == "past") == bool(share > 0.8), share
+
+
 PINNED = {
     "copying": "ae5f95ac41cf7413",
     "forgetting": "4a9013fb0f887399",

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from experiments import cli, config
+from experiments.corpus.sources import EMBEDDED
 from experiments.tasks.base import NOT_SCORED, loader
-from experiments.tasks.text import EMBEDDED, Text
+from experiments.tasks.text import Text
 from mixers.base import Packing
 
 
@@ -33,7 +34,7 @@ def write(tmp_path):
 def by_place(size: int, path: str, **options) -> Text:
     """A task whose bytes are replaced by their own places in the text: items tell where they were read."""
     task = Text(path=path, **options)
-    task.bytes = np.arange(size)
+    task.tokens = np.arange(size)
     return task
 
 
@@ -51,9 +52,11 @@ def test_the_row_in_the_docstring_is_that_row(write):
 
 def test_labels_are_the_next_bytes_and_shapes_those_of_the_contract(write):
     task = Text(path=write(alphabet(2000)), length=9)
-    for dataset in (task.train_dataset(0, 5), *task.suites("validation").values(), *task.suites("test").values()):
+    suites = {split: task.suites(split)["text"] for split in ("validation", "test")}
+    about = {"train": set(), "validation": {"bytes"}, "test": {"bytes", "context"}}
+    for split, dataset in ({"train": task.train_dataset(0, 5)} | suites).items():
         for item in dataset:
-            assert set(item) == {"tokens", "labels"}
+            assert set(item) == {"tokens", "labels"} | about[split]
             assert {(value.dtype, tuple(value.shape)) for value in item.values()} == {(torch.int64, (9,))}
             assert torch.equal(item["tokens"][1:], item["labels"][:-1]) or NOT_SCORED in item["labels"]
 
@@ -164,8 +167,9 @@ def test_documents_of_a_row_do_not_see_each_other(write, plan_of):
 def test_metrics_are_the_loss_and_its_bits_per_byte(write):
     task = Text(path=write(alphabet(200)), length=9)
     scores = task.scores()
-    scores.add(torch.zeros(2, 5, 256), torch.tensor([[1, 2, 3, 4, NOT_SCORED], [5, 6, NOT_SCORED, 7, 8]]))
-    assert scores.result() == {"loss": pytest.approx(math.log(256)), "bits_per_byte": pytest.approx(8.0)}
+    labels = torch.tensor([[1, 2, 3, 4, NOT_SCORED], [5, 6, NOT_SCORED, 7, 8]])
+    scores.add(torch.zeros(2, 5, 256), labels, bytes=torch.full((2, 5), 4))
+    assert scores.result() == {"loss": pytest.approx(math.log(256)), "bits_per_byte": pytest.approx(2.0)}
 
 
 def test_the_embedded_text_is_the_one_of_its_readme():
@@ -174,7 +178,7 @@ def test_the_embedded_text_is_the_one_of_its_readme():
     digest = hashlib.sha256(text).hexdigest()
     assert digest in readme and f"{len(text):,} bytes" in readme and f"{len(set(text))} distinct" in readme
     assert text.count(b"\nby William Shakespeare\n") == 42 and "42 works" in readme
-    assert Text().fingerprint() == digest and bytes(Text().bytes) == text
+    assert Text().fingerprint() == digest and bytes(Text().tokens) == text
     # The works that the README names: three begin in the held-out part, and the end of another one opens it.
     held_out = text[Text().part("validation").start :]
     assert held_out.count(b"\nby William Shakespeare\n") == 3 and b"CRESSIDA." in held_out[:500]
@@ -189,8 +193,21 @@ def test_the_embedded_text_is_the_one_of_its_readme():
         ({"separator": "\\x"}, r"separator='.*' has an escape that stands for no byte"),
         ({"separator": "\\u20ac"}, r"separator='.*' has an escape that stands for no byte"),
         ({"separator": "~"}, "separator='~' does not occur in path='.*text.txt'"),
-        ({"length": 10}, r"path='.*text.txt' has 200 bytes; length=10 needs at least 220: .*; length=9 would fit"),
-        ({"length": 10_000}, r"needs at least 200,020"),
+        ({"length": 10}, r"has 200 bytes, 10 of them for validation; length=10 needs 11 there; length=9 would fit"),
+        ({"length": 10_000}, "length=10000 needs 10,001 there; length=9 would fit"),
+        ({"length": 5, "factors": [1, 2]}, "10 of them for test; length=5 times factor 2 needs 11 there; length=4"),
+        ({"factors": []}, r"factors=\[\] must be a list of integers"),
+        ({"factors": [2, 4]}, r"factors=\[2, 4\] must begin with 1"),
+        ({"factors": [1, 2, 2]}, r"factors=\[1, 2, 2\] must .* name none twice"),
+        ({"factors": [1, 0]}, "factors entry=0 must be"),
+        ({"objective": "nxt"}, "objective='nxt' must be next or mlm"),
+        ({"dataset": "some/name"}, "path='.*' and dataset='some/name': set one of them"),
+        ({"path": None, "glob": "*.txt"}, r"glob='\*.txt' is for a folder, and path is null"),
+        ({"glob": "*.txt"}, r"glob='\*.txt' is for a folder, and path='.*text.txt' is a file"),
+        ({"dataset_bytes": 0}, "dataset_bytes=0 must be"),
+        ({"vocabulary": 1000}, "vocabulary=1000 must be null with tokenizer='bytes', which has 256"),
+        ({"tokenizer": "bpe", "vocabulary": 255}, "vocabulary=255 must be at least 256 with tokenizer=bpe"),
+        ({"tokenizer": "byte"}, r"tokenizer='byte' cannot be read: No such file or directory \(did you mean 'bytes'"),
     ],
 )
 def test_options_that_cannot_be_are_named(write, options, message):
@@ -204,9 +221,7 @@ def test_files_that_cannot_be_are_named(write, tmp_path):
         Text(path="nowhere.txt")
     with pytest.raises(ValueError, match=r"path='.*empty.txt' is empty"):
         Text(path=write(b"", "empty.txt"))
-    with pytest.raises(ValueError, match=r"path='.*' cannot be read: Is a directory"):
-        Text(path=str(tmp_path))
-    with pytest.raises(ValueError, match=r"has 5 bytes; length=256 needs at least 5,140: [^;]*$"):
+    with pytest.raises(ValueError, match=r"has 5 bytes, 0 of them for validation; length=256 needs 257 there$"):
         Text(path=write(b"short"))
 
 

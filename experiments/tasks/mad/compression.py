@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 from torch import Tensor
+from torch.nn import functional as F
 
+from arch.language_model import LanguageModel
 from experiments.tasks.base import NOT_SCORED, Row, SuiteSplit, Sums, SyntheticTask, at_least
 from experiments.tasks.draws import unscored
 
@@ -70,11 +72,11 @@ class Compression(SyntheticTask):
         labels[-1] = [place * self.symbols + symbol for place, symbol in enumerate(tokens[:-1])]
         return labels
 
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def loss(self, model: LanguageModel, hidden: Tensor, labels: Tensor) -> Tensor:
         """Cross-entropy over the symbols of each label's position."""
-        return super().loss(*self._within(logits, labels))
+        return F.cross_entropy(*self._within(model.logits(hidden), labels), reduction="sum")
 
-    def metrics(self, logits: Tensor, labels: Tensor) -> Sums:
+    def metrics(self, logits: Tensor, labels: Tensor, **about: Tensor) -> Sums:
         """`loss` and `accuracy` over the symbols of each label's position."""
         scored = labels != NOT_SCORED
         return super().metrics(*self._within(logits[scored], labels[scored]))

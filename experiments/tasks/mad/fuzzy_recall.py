@@ -46,6 +46,8 @@ class FuzzyRecall(SyntheticTask):
     """
 
     name = "mad/fuzzy_recall"
+    # Answers stand behind the positions that ask for them.
+    reads = "past"
 
     def __init__(
         self,

@@ -38,6 +38,8 @@ class InContextRecall(SyntheticTask):
     """
 
     name = "mad/in_context_recall"
+    # Answers stand behind the positions that ask for them.
+    reads = "past"
 
     def __init__(
         self,

@@ -40,6 +40,8 @@ class NoisyRecall(SyntheticTask):
     """
 
     name = "mad/noisy_recall"
+    # Answers stand behind the positions that ask for them.
+    reads = "past"
 
     def __init__(
         self,
