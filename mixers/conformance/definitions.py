@@ -135,7 +135,8 @@ def heads_of_states(mixer: Any, x: Tensor) -> Tensor:
     x, b, c = _convolved(mixer.conv1d, x).split([inner, shared, shared], -1)
     x = _heads(x, mixer.head_dim)
     # Head h reads group h // (H / G).
-    b, c = (repeat(_heads(t, mixer.d_state), "b g t n -> b (g k) t n", k=mixer.n_heads // mixer.n_groups) for t in (b, c))
+    share = mixer.n_heads // mixer.n_groups
+    b, c = (repeat(_heads(t, mixer.d_state), "b g t n -> b (g k) t n", k=share) for t in (b, c))
     dt = (1 + (dt + mixer.dt_bias).exp()).log().clamp(min=mixer.dt_floor).transpose(1, 2)[..., None]
     state = x.new_zeros(*x.shape[:2], mixer.head_dim, mixer.d_state)
     rows = []
