@@ -14,7 +14,7 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 class Forward(Protocol):
-    """y [B, T, H, V], the state after the last token [B, H, K, V] and those before each chunk [B G, n, K, H / G, V]."""
+    """y [B, T, H, V], the state after the last token [B, H, K, V] and those before each chunk [n, B G, K, H / G, V]."""
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, state: Tensor, ids: Ids | None, strict: bool
@@ -54,7 +54,7 @@ def causal_sum(name: str, forward: Forward, backward: Backward, chunk: Callable[
     def _(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, state: Tensor, *options: Any) -> tuple[Tensor, ...]:
         batch, time, groups, width = q.shape
         share, chunks = v.shape[2] // groups, -(-time // chunk(time))
-        states = state.new_empty(batch * groups, chunks, width, share, v.shape[3])
+        states = state.new_empty(chunks, batch * groups, width, share, v.shape[3])
         return v.new_empty(v.shape, dtype=state.dtype), state.new_empty(state.shape), states
 
     @torch.library.custom_op(f"mixerlab::{name}_backward", mutates_args=())

@@ -45,10 +45,10 @@ def _backward(
     dy = _values(dy, parts.q.shape[2], groups)
     dstate = rearrange(dstate, "b (g r) k v -> (b g) k r v", g=groups)
     dq, dk, dv, dsteps, dstate = chunks.backward(parts, states, dy, dstate, decay)
-    dq, dk = (rearrange(t, "(b g) n c k -> b (n c) g k", b=batch)[:, :time] for t in (dq, dk))
+    dq, dk = (rearrange(t, "n (b g) c k -> b (n c) g k", b=batch)[:, :time] for t in (dq, dk))
     found = None
     if dsteps is not None and log_decay is not None:
-        steps = rearrange(dsteps, "(b g) n r c -> b (n c) (g r)", b=batch)[:, :time]
+        steps = rearrange(dsteps, "n (b g) r c -> b (n c) (g r)", b=batch)[:, :time]
         found = steps.sum_to_size(log_decay.shape).to(log_decay.dtype).contiguous()
     dq, dk, dv = (
         t.to(like.dtype).contiguous() for t, like in zip((dq, dk, _row(dv, batch, time)), (q, k, v), strict=True)
@@ -65,13 +65,13 @@ def _chunks(
     """The row in chunks."""
     batch, time, groups, _ = q.shape
     size = _chunk(time)
-    q, k = (rearrange(_fill(x.to(wide), size), "b (n c) g k -> (b g) n c k", c=size) for x in (q, k))
+    q, k = (rearrange(_fill(x.to(wide), size), "b (n c) g k -> n (b g) c k", c=size).contiguous() for x in (q, k))
     steps = None if log_decay is None else _steps(log_decay.to(wide), batch, time, size, groups)
     row = before = None
     if ids is not None:
         row = torch.cat([ids.row, ids.row[:, -1:].expand(-1, -time % size)], 1)
-        row = repeat(row, "b (n c) -> (b g) n c", c=size, g=groups)
-        before = torch.cat([ids.before.repeat_interleave(groups)[:, None], row[:, :-1, -1]], 1)
+        row = repeat(row, "b (n c) -> n (b g) c", c=size, g=groups)
+        before = torch.cat([ids.before.repeat_interleave(groups)[None], row[:-1, :, -1]])
     return chunks.Chunks(q, k, _values(v.to(wide), size, groups), steps, row, before, strict)
 
 
@@ -81,20 +81,20 @@ def _fill(x: Tensor, size: int) -> Tensor:
 
 
 def _values(x: Tensor, size: int, groups: int) -> Tensor:
-    return rearrange(_fill(x, size), "b (n c) (g r) v -> (b g) n c r v", c=size, g=groups)
+    return rearrange(_fill(x, size), "b (n c) (g r) v -> n (b g) c r v", c=size, g=groups).contiguous()
 
 
 def _row(x: Tensor, batch: int, time: int) -> Tensor:
-    return rearrange(x, "(b g) n c r v -> b (n c) (g r) v", b=batch)[:, :time]
+    return rearrange(x, "n (b g) c r v -> b (n c) (g r) v", b=batch)[:, :time]
 
 
 def _steps(log_decay: Tensor, batch: int, time: int, size: int, groups: int) -> Tensor:
-    """Log-decay of each token [P, n, r, C]; n is 1 where all chunks are alike.
+    """Log-decay of each token [n, P, r, C]; n is 1 where all chunks are alike.
 
-    Bounded, because 0 x inf is no number; exp is 0 from -104 on in float32 and from -746 on in float64.
+    Bounded, because inf - inf is no number; exp is 0 from -104 on in float32 and from -746 on in float64.
     """
-    log_decay = log_decay.clamp(min=-1e4)
+    log_decay = log_decay.clamp(min=-800)
     if log_decay.dim() == 1 and time % size == 0:
-        return repeat(log_decay, "(g r) -> (b g) 1 r c", b=batch, c=size, g=groups)
+        return repeat(log_decay, "(g r) -> 1 (b g) r c", b=batch, c=size, g=groups)
     full = pad(log_decay.expand(batch, time, -1), (0, 0, 0, -time % size))
-    return rearrange(full, "b (n c) (g r) -> (b g) n r c", c=size, g=groups)
+    return rearrange(full, "b (n c) (g r) -> n (b g) r c", c=size, g=groups)
