@@ -12,7 +12,7 @@ from kernels.ssm.scan import selective_scan
 from mixers.base import Memory, State
 from mixers.parts import mark, normed
 from mixers.registry import register
-from mixers.state_space import StateSpace, check_sizes, step_bias
+from mixers.state_space import StateSpace, begun, check_sizes, step_bias
 
 
 @register("mamba")
@@ -87,7 +87,7 @@ class Mamba(StateSpace):
             b.to(x.dtype),
             c.to(x.dtype),
             d=self.D.to(wide),
-            state=None if past is None else past["state"],
+            state=begun(past),
             documents=documents,
             document=None if past is None else past.get("document"),
             return_state=past is not None,
