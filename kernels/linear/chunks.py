@@ -170,12 +170,12 @@ def _step_gradient(pairs: Tensor, queries: Tensor, keys: Tensor, states: Tensor)
         keys: [n, P, C (j), r] with the state after, j < t.
         states: [n, P, r], all t.
     """
-    # Pairs that end at t or later, less those that start there too.
-    pairs.diagonal(dim1=-2, dim2=-1).zero_()
-    ending = pairs.sum(-1) + queries.transpose(2, 3)
-    starting = pairs.sum(-2)
+    # Over i first, from t on, then over j; a difference of whole sums would lose what little a strong decay leaves.
+    size = pairs.shape[-1]
+    later = torch.ones(size, size, dtype=pairs.dtype, device=pairs.device).triu()
+    across = (later @ pairs).tril_(-1).sum(-1)
     keys = keys.transpose(2, 3)
-    return _from(ending - starting) + (keys.cumsum(-1) - keys) + states[..., None]
+    return across + _from(queries.transpose(2, 3)) + (keys.cumsum(-1) - keys) + states[..., None]
 
 
 def _from(x: Tensor) -> Tensor:

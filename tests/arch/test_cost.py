@@ -45,10 +45,10 @@ def multiply_adds(model, length):
                     if hasattr(mixer, "A_log"):
                         count += state_space(mixer, i)
                         continue
-                    count += sum(p.in_features * p.out_features for p in (mixer.q, mixer.k, mixer.v, mixer.out))
+                    count += sum(m.in_features * m.out_features for m in mixer.modules() if isinstance(m, nn.Linear))
                     if hasattr(mixer, "feature_dim"):
                         # S += k v^T, q S, and the normaliser as one more value.
-                        count += 2 * mixer.n_heads * mixer.feature_dim * (mixer.value_dim + 1)
+                        count += 2 * mixer.n_heads * mixer.feature_dim * (mixer.value_dim + mixer.normalise)
                     else:
                         seen = sum(
                             1
@@ -79,7 +79,11 @@ def floats(state):
 
 @pytest.mark.parametrize(
     "layout",
-    ["mha", "gqa", "mqa", "window", "linear", "based", "mamba + mamba2", "mha + linear|window", "gqa@a + mlp + gqa@a"],
+    [
+        *("mha", "gqa", "mqa", "window", "linear", "based", "retention", "gated_linear"),
+        "mamba + mamba2",
+        *("mha + linear|window", "gqa@a + mlp + gqa@a"),
+    ],
 )
 @pytest.mark.parametrize("length", [1, 4, 17])
 @pytest.mark.parametrize("options", [{}, dict(convolution=4, mlp="gelu")], ids=["plain", "convolution"])
@@ -134,7 +138,10 @@ def test_core_growth():
     assert core["linear", 128] / core["linear", 64] == 2
 
 
-@pytest.mark.parametrize("layout", ["mha", "window", "linear|based", "mha@a + window + mha@a", "mamba|mamba2"])
+@pytest.mark.parametrize(
+    "layout",
+    ["mha", "window", "linear|based", "retention|gated_linear", "mha@a + window + mha@a", "mamba|mamba2"],
+)
 @pytest.mark.parametrize("length", [1, 4, 17])
 def test_state_bytes_equal_live_tensors(layout, length):
     model = build(layout, convolution=4)
