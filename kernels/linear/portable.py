@@ -1,122 +1,111 @@
 """Linear attention in chunks: dense products inside a chunk, one state a chunk between them.
 
-Shapes here: P = batch x heads, n chunks of C tokens. The decay is masked before it is exponentiated, so that nothing
-overflows.
+Shapes here: P = batch x groups, n chunks of C tokens, r heads a group. The decay is masked before it is exponentiated,
+so that nothing overflows.
 """
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
-from einops import rearrange
+from einops import rearrange, repeat
 from torch import Tensor
 from torch.nn.functional import pad
+
+from kernels.linear import reference
+from kernels.linear.frame import Ids, attend
 
 CHUNK = 64
 
 
-def linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    normalise: bool,
-    log_decay: Tensor | None,
-    kv: Tensor | None,
-    z: Tensor | None,
-    documents: Tensor | None,
-    document: Tensor | None,
-    alone: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """As `reference.linear_attention`."""
-    dtype, wide = v.dtype, torch.promote_types(q.dtype, torch.float32)
-    q, k, v = q.to(wide), k.to(wide), v.to(wide)
-    if documents is not None:
-        pads = (documents == 0)[:, :, None, None]
-        q, k, v = (x.masked_fill(pads, 0) for x in (q, k, v))
-    if normalise:
-        # The normaliser is one more value column of ones; pads already have k = 0.
-        v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
-    if causal:
-        assert kv is not None
-        state = kv if z is None else torch.cat([kv, z[..., None]], -1)
-        y, state = _causal(q, k, v, log_decay, state, documents, document, alone=alone)
-        kv, z = (state[..., :-1], state[..., -1]) if normalise else (state, None)
-    else:
-        y, kv, z = _bidirectional(q, k, v, documents), None, None
-    if normalise:
-        y, total = y[..., :-1], y[..., -1:]
-        y = y / total.masked_fill(total == 0, 1)
-    return y.to(dtype), kv, z
+def linear_attention(q: Tensor, k: Tensor, v: Tensor, *, alone: bool = False, **options: Any) -> tuple:
+    """As `reference.linear_attention`; for a single token the recurrence itself."""
+    if q.shape[1] == 1 and options["causal"]:
+        return reference.linear_attention(q, k, v, **options)
+    return attend(partial(causal_sum, alone=alone), q, k, v, **options)
 
 
-def _bidirectional(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
-    if documents is None or not documents.shape[1]:
-        return torch.einsum("bthk,bhkv->bthv", q, torch.einsum("bshk,bshv->bhkv", k, v))
-    empty = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3])
-    first, last = documents[:, 0], documents[:, -1]
-    before = _causal(q, k, v, None, empty, documents, first)[0]
-    # The tokens after: the same sum on the reversed row, the token itself left out. Pads lead there, with k = 0.
-    q, k, v, documents = (x.flip(1) for x in (q, k, v, documents))
-    after = _causal(q, k, v, None, empty, documents, last, diagonal=-1)[0]
-    return before + after.flip(1)
-
-
-def _causal(
+def causal_sum(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     log_decay: Tensor | None,
     state: Tensor,
-    documents: Tensor | None,
-    document: Tensor | None,
-    diagonal: int = 0,
+    ids: Ids | None,
+    strict: bool = False,
     alone: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Sum over the visible past: y [B, T, H, V] and the state [B, H, K, V] after the last token."""
-    batch, time, heads, _width = q.shape
+    """Sum over the visible past, y [B, T, H, V] and the state [B, H, K, V] after the last token, both of state's dtype.
+
+    Args:
+        log_decay: [H] or [B, T, H], 0 at pads.
+        strict: a token does not see itself.
+        alone: the state before is zero and the one after is not wanted.
+    """
+    batch, time, groups, _ = q.shape
     if 0 in q.shape:
-        return v.new_zeros(v.shape), state
+        return v.new_zeros(v.shape, dtype=state.dtype), state
     size = min(CHUNK, time)
-    q, k, v = (rearrange(_fill(x, size), "b (n c) h d -> (b h) n c d", c=size) for x in (q, k, v))
-    chunks = q.shape[1]
-    ids = None if documents is None or document is None else _document_chunks(documents, document, size, heads)
-    steps = None if log_decay is None else _decay_chunks(log_decay, documents, batch, time, size, heads)
+    q, k, v = (_fill(x.to(state.dtype), size) for x in (q, k, v))
+    q, k = (rearrange(x, "b (n c) g k -> (b g) n c k", c=size) for x in (q, k))
+    v = rearrange(v, "b (n c) (g r) v -> (b g) n c r v", c=size, g=groups)
+    steps = None if log_decay is None else _steps(log_decay.to(state.dtype), batch, time, size, groups)
+    chunk_ids = None if ids is None else _chunks_of(ids, size, groups)
 
+    y = _inside(q, k, v, steps, None if chunk_ids is None else chunk_ids[0], strict)
+    if not (alone and q.shape[1] == 1):
+        state = rearrange(state, "b (g r) k v -> (b g) k r v", g=groups)
+        behind, state = _behind(q, k, v, steps, chunk_ids, state)
+        y = y + behind
+        state = rearrange(state, "(b g) k r v -> b (g r) k v", b=batch)
+    return rearrange(y, "(b g) n c r v -> b (n c) (g r) v", b=batch)[:, :time], state
+
+
+def _inside(q: Tensor, k: Tensor, v: Tensor, steps: Tensor | None, ids: Tensor | None, strict: bool) -> Tensor:
+    """What the tokens of the chunk itself give: [P, n, C, r, V]."""
+    size = q.shape[2]
+    seen = torch.ones(size, size, dtype=torch.bool, device=q.device).tril(-1 if strict else 0)
+    if ids is not None:
+        seen = seen & (ids[..., :, None] == ids[..., None, :])
     weights = q @ k.transpose(-1, -2)
-    causal = torch.ones(size, size, dtype=torch.bool, device=q.device).tril(diagonal)
-    between = None if steps is None else _between(steps)
-    if between is not None:
-        weights = weights * between.masked_fill(~causal, float("-inf")).exp()
-    seen = causal if ids is None else causal & (ids[0][..., :, None] == ids[0][..., None, :])
-    y = weights.masked_fill(~seen, 0) @ v
-    if alone and chunks == 1:
-        return rearrange(y, "(b h) 1 c d -> b c h d", b=batch)[:, :time], state
+    if steps is None:
+        return (weights.masked_fill(~seen, 0) @ v.flatten(-2)).unflatten(-1, v.shape[-2:])
+    hidden = ~seen if ids is None else ~seen[:, :, None]
+    weights = weights[:, :, None] * _between(steps).masked_fill(hidden, float("-inf")).exp()
+    return (weights @ v.transpose(2, 3)).transpose(2, 3)
 
-    # What each chunk adds to the state, and how much of the state before it is left after it.
-    keys, queries, keep = k, q, None
-    if steps is not None and between is not None:
-        keys = k * between[..., -1, :].exp()[..., None]
-        queries = q * steps.cumsum(-1).exp()[..., None]
+
+def _behind(
+    q: Tensor, k: Tensor, v: Tensor, steps: Tensor | None, ids: tuple[Tensor, Tensor, Tensor] | None, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What the chunks before give [P, n, C, r, V], and the state [P, K, r, V] after the last one."""
+    keep = None
+    if steps is not None:
+        # What is left of each token at the chunk's end, and of the state before the chunk after all of it.
+        v = v * _after(steps).exp().transpose(2, 3)[..., None]
         keep = steps.sum(-1).exp()
     if ids is not None:
         now, before, after = ids
-        keys = keys.masked_fill((now != after[..., None])[..., None], 0)
-        queries = queries.masked_fill((now != before[..., None])[..., None], 0)
-        same = (before == after).to(q.dtype)
+        k = k.masked_fill((now != after[..., None])[..., None], 0)
+        q = q.masked_fill((now != before[..., None])[..., None], 0)
+        same = (before == after).to(q.dtype)[..., None]
         keep = same if keep is None else keep * same
-    state = rearrange(state, "b h k v -> (b h) k v")
-    states, state = _scan(keys.transpose(-1, -2) @ v, keep, state.to(q.dtype))
-    y = y + queries @ states
-    y = rearrange(y, "(b h) n c d -> b (n c) h d", b=batch, n=chunks)[:, :time]
-    return y, rearrange(state, "(b h) k v -> b h k v", b=batch)
+    added = (k.transpose(-1, -2) @ v.flatten(-2)).unflatten(-1, v.shape[-2:])
+    states, state = _scan(added, keep, state)
+    behind = (q @ states.flatten(-2)).unflatten(-1, v.shape[-2:])
+    if steps is not None:
+        behind = behind * steps.cumsum(-1).exp().transpose(2, 3)[..., None]
+    return behind, state
 
 
 def _scan(added: Tensor, keep: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
-    """States before each chunk [P, n, K, V] and after the last, from what each adds [P, n, K, V] and keeps [P, n]."""
+    """States before each chunk [P, n, K, r, V] and after the last, from what each adds and keeps [P, n, r]."""
     states = [state]
     # unbind, not indexing: a slice in a loop makes the backward pass quadratic.
-    kept = [None] * added.shape[1] if keep is None else keep[..., None, None].unbind(1)
+    chunks = added.shape[1]
+    kept = [None] * chunks if keep is None else keep[:, :, None, :, None].expand(-1, chunks, -1, -1, -1).unbind(1)
     for new, share in zip(added.unbind(1), kept, strict=True):
         states.append(states[-1] + new if share is None else torch.addcmul(new, share, states[-1]))
     return torch.stack(states[:-1], 1), states[-1]
@@ -127,33 +116,35 @@ def _fill(x: Tensor, size: int) -> Tensor:
     return pad(x, (0, 0, 0, 0, 0, -x.shape[1] % size))
 
 
-def _document_chunks(documents: Tensor, document: Tensor, size: int, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids [P, n, C], pads taken as part of the document before them; the id before and after each chunk [P, n]."""
-    # Documents are contiguous, so the latest real token's index says the id at a pad.
-    index = torch.arange(1, documents.shape[1] + 1, device=documents.device)
-    latest = torch.where(documents > 0, index, 0).cummax(1).values
-    ids = torch.cat([document[:, None].to(documents.dtype), documents], 1).gather(1, latest)
-    ids = torch.cat([ids, ids[:, -1:].expand(-1, -ids.shape[1] % size)], 1)
-    ids = rearrange(ids, "b (n c) -> b n c", c=size).repeat_interleave(heads, 0)
-    after = ids[..., -1]
-    before = torch.cat([document[:, None].to(ids.dtype).repeat_interleave(heads, 0), after[:, :-1]], 1)
-    return ids, before, after
+def _chunks_of(ids: Ids, size: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids [P, n, C]; the id before and after each chunk [P, n]."""
+    row = torch.cat([ids.row, ids.row[:, -1:].expand(-1, -ids.row.shape[1] % size)], 1)
+    row = repeat(row, "b (n c) -> (b g) n c", c=size, g=groups)
+    after = row[..., -1]
+    return row, torch.cat([ids.before.repeat_interleave(groups)[:, None], after[:, :-1]], 1), after
 
 
-def _decay_chunks(log_decay: Tensor, documents: Tensor | None, batch: int, time: int, size: int, heads: int) -> Tensor:
-    """Log-decay of each token [P, n, C]; pads do not decay."""
-    full = log_decay.expand(batch, time, heads)
-    if documents is not None:
-        full = full.masked_fill((documents == 0)[..., None], 0)
-    full = pad(full, (0, 0, 0, -time % size))
-    return rearrange(full, "b (n c) h -> (b h) n c", c=size)
+def _steps(log_decay: Tensor, batch: int, time: int, size: int, groups: int) -> Tensor:
+    """Log-decay of each token [P, n, r, C]; n is 1 where all chunks are alike.
+
+    Bounded, because 0 x inf is no number; exp is 0 from -104 on in float32 and from -746 on in float64.
+    """
+    log_decay = log_decay.clamp(min=-1e4)
+    if log_decay.dim() == 1 and time % size == 0:
+        return repeat(log_decay, "(g r) -> (b g) 1 r c", b=batch, c=size, g=groups)
+    full = pad(log_decay.expand(batch, time, -1), (0, 0, 0, -time % size))
+    return rearrange(full, "b (n c) (g r) -> (b g) n r c", c=size, g=groups)
 
 
 def _between(steps: Tensor) -> Tensor:
-    """Log-decay from token j to token i >= j of a chunk, [P, n, C] -> [P, n, C (i), C (j)].
+    """Log-decay from token j to token i >= j of a chunk, [.., C] -> [.., C (i), C (j)].
 
     Summed for each j alone: a difference of two sums from the chunk's start loses all digits behind a strong decay.
     """
-    size = steps.shape[-1]
-    after = torch.ones(size, size, dtype=torch.bool, device=steps.device).tril(-1)
-    return steps[..., :, None].expand(*steps.shape, size).masked_fill(~after, 0).cumsum(-2)
+    ones = torch.ones(steps.shape[-1], steps.shape[-1], dtype=steps.dtype, device=steps.device)
+    return (steps[..., None, :] * ones.tril()) @ ones.tril(-1)
+
+
+def _after(steps: Tensor) -> Tensor:
+    """Log-decay from each token to the end of its chunk, its own left out."""
+    return pad(steps[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)
