@@ -43,9 +43,9 @@ def forward(
     tail_documents: Tensor | None,
 ) -> Tensor:
     """y [B, T, D]."""
-    from kernels.conv import triton_conv
+    from kernels.conv import triton_run as run
 
-    return triton_conv.forward(x, weight, bias, tail, documents, tail_documents)
+    return run.forward(x, weight, bias, tail, documents, tail_documents)
 
 
 @forward.register_fake
@@ -63,9 +63,9 @@ def backward(
     tail_documents: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, of weight and bias in fp32, and of tail, which is [B, 0, D] where there is none."""
-    from kernels.conv import triton_conv
+    from kernels.conv import triton_run as run
 
-    return triton_conv.backward(dy, x, weight, tail, documents, tail_documents)
+    return run.backward(dy, x, weight, tail, documents, tail_documents)
 
 
 @backward.register_fake

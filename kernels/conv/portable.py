@@ -71,7 +71,8 @@ class _Convolution(torch.autograd.Function):
         for tap, outs, ins in _taps(weight, inputs, before):
             part = _own(dy[:, outs], ids, outs, ins, before)
             dinputs[:, ins].addcmul_(part, weight[tap])
-            dweight[tap] = torch.mul(part, inputs[:, ins], out=products[:, outs]).sum(1).sum(0)
+            past = _own(inputs[:, ins], ids, outs, ins, before)
+            dweight[tap] = torch.mul(dy[:, outs], past, out=products[:, outs]).sum(1).sum(0)
         return dinputs, dweight, dy.sum((0, 1)) if ctx.needs_input_grad[2] else None, None, None
 
 
