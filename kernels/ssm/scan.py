@@ -8,9 +8,13 @@ import torch
 from torch import Tensor
 
 from kernels import backend, flops
-from kernels.ssm import scan_portable, scan_reference
+from kernels.ssm import dispatch, scan_portable, scan_reference
 
-IMPLEMENTATIONS = {"portable": scan_portable.selective_scan, "reference": scan_reference.selective_scan}
+IMPLEMENTATIONS = {
+    "triton": dispatch.selective_scan,
+    "portable": scan_portable.selective_scan,
+    "reference": scan_reference.selective_scan,
+}
 
 
 def selective_scan(
@@ -57,7 +61,7 @@ def selective_scan(
         fresh, pads = _starts(documents, document), (documents == 0)[..., None]
         # A step of 0 keeps the state as it is, and takes nothing in.
         x, dt, b = (t.masked_fill(pads, 0) for t in (x, dt, b))
-    run = backend.implementation("selective_scan", IMPLEMENTATIONS, x)
+    run = backend.implementation("selective_scan", IMPLEMENTATIONS, x, dispatch.refusal(x, wide, a.shape[1]))
     with _no_autocast(x):
         y, state = run(x, dt.to(wide), a.to(wide), b, c, None if d is None else d.to(wide), state.to(wide), fresh)
     return y if pads is None else y.masked_fill(pads, 0), state if return_state else None
