@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.ssm.dispatch import PIECE
+from kernels.ssm import dispatch
 from kernels.ssm.triton_backward import scan_backward_kernel, scan_reach_kernel
 from kernels.ssm.triton_forward import scan_forward_kernel, scan_join_kernel
 from kernels.triton_launch import empty, launch, processors
@@ -19,7 +19,7 @@ from kernels.triton_launch import empty, launch, processors
 # Channels of a program: one sector of memory in bf16.
 BLOCK_D = 16
 # Programs that a multiprocessor is to have; time is cut into segments where rows and channels alone give fewer.
-RESIDENT = 16
+RESIDENT = 12
 _JOIN = 256
 
 
@@ -80,11 +80,11 @@ class Call:
 def segments(x: Tensor) -> tuple[int, int]:
     """How many segments keep a GPU busy, and their tokens. They cost the decays once more: fewer than 3 do not pay."""
     batch, time, _ = x.shape
-    pieces = max(1, -(-time // PIECE))
+    pieces = max(1, -(-time // dispatch.PIECE))
     wanted = min(pieces, processors(x) * RESIDENT // max(1, batch * _blocks(x)))
     if wanted < 3:
-        return 1, pieces * PIECE
-    span = -(-pieces // wanted) * PIECE
+        return 1, pieces * dispatch.PIECE
+    span = -(-pieces // wanted) * dispatch.PIECE
     return -(-time // span), span
 
 
@@ -101,7 +101,7 @@ def forward(call: Call, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         _scan(call, None, None, None, None, added, kept)
         starts = _join(call, state, added, kept)
     y, last = empty(x, *x.shape), empty(state, *state.shape)
-    before = empty(state, x.shape[0], -(-x.shape[1] // PIECE), *call.a.shape)
+    before = empty(state, x.shape[0], -(-x.shape[1] // dispatch.PIECE), *call.a.shape)
     _scan(call, starts, y, last, before, None, None)
     return y, last, before
 
@@ -110,7 +110,7 @@ def _scan(call: Call, starts: Tensor | None, *outputs: Tensor | None) -> None:
     y, *rest = outputs
     launch(
         scan_forward_kernel, call.programs, call.x, call.dt, call.a, call.b, call.c, call.d, starts, call.fresh, y,
-        *rest, *call.strides, *call.sizes, PIECE=PIECE, **call.constants,
+        *rest, *call.strides, *call.sizes, PIECE=dispatch.PIECE, **call.constants,
     )  # fmt: skip
 
 
@@ -141,10 +141,11 @@ def backward(
     da, (db, dc) = call.per_segment(), (empty(a, blocks, *t.shape) for t in (call.b, call.c))
     dd = empty(a, x.shape[0], call.segments, 0 if call.d is None else x.shape[2])
     constants = call.constants
-    scratch = empty(a, call.programs, PIECE, BLOCK_D, constants["N_PADDED"])
+    scratch = empty(a, call.programs, dispatch.PIECE, BLOCK_D, constants["N_PADDED"])
     launch(
         scan_backward_kernel, call.programs, dy, x, call.dt, a, call.b, call.c, call.d, call.fresh, before, after,
-        scratch, dx, ddt, da, db, dc, dd, dbefore, *call.strides, x.shape[0], *call.sizes, PIECE=PIECE, **constants,
+        scratch, dx, ddt, da, db, dc, dd, dbefore, *call.strides, x.shape[0], *call.sizes, PIECE=dispatch.PIECE,
+        **constants,
     )  # fmt: skip
     da, dd = (t.sum((0, 1)) for t in (da, dd))
     db, dc = (t.sum(0).to(x.dtype) for t in (db, dc))
