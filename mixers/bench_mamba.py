@@ -36,7 +36,8 @@ def scan_rows() -> Iterator[Row]:
     for name, function, length, bars, memory in scan_peers():
         inputs = scan_inputs(length)
         for kind, call, bar in (("forward", forward, bars[0]), ("forward + backward", both, bars[1])):
-            yield Row(f"selective scan {kind}, T {length}", name, call(scan, inputs), call(function, inputs), bar, memory)
+            label = f"selective scan {kind}, T {length}"
+            yield Row(label, name, call(scan, inputs), call(function, inputs), bar, memory)
 
 
 def scan_peers() -> Iterator[tuple[str, Callable[..., Tensor], int, tuple[float, float], float | None]]:

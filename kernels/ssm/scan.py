@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 from torch import Tensor
 
 from kernels import backend, flops
+from kernels.linear.op import check_wide, no_autocast
 from kernels.ssm import dispatch, scan_portable, scan_reference
 
 IMPLEMENTATIONS = {
@@ -62,7 +61,7 @@ def selective_scan(
         # A step of 0 keeps the state as it is, and takes nothing in.
         x, dt, b = (t.masked_fill(pads, 0) for t in (x, dt, b))
     run = backend.implementation("selective_scan", IMPLEMENTATIONS, x, dispatch.refusal(x, wide, a.shape[1]))
-    with _no_autocast(x):
+    with no_autocast(x):
         y, state = run(x, dt.to(wide), a.to(wide), b, c, None if d is None else d.to(wide), state.to(wide), fresh)
     return y if pads is None else y.masked_fill(pads, 0), state if return_state else None
 
@@ -78,12 +77,6 @@ def _starts(documents: Tensor, document: Tensor | None) -> Tensor:
     before = documents.new_zeros(len(documents)) if document is None else document.to(documents.dtype)
     previous = torch.cat([before[:, None], documents[:, :-1]], 1)[:, : documents.shape[1]]
     return (documents > 0) & (documents != previous)
-
-
-def _no_autocast(like: Tensor) -> AbstractContextManager:
-    """Autocast would narrow the products inside, sums over the whole past."""
-    kind = like.device.type
-    return torch.autocast(kind, enabled=False) if kind in ("cpu", "cuda") else nullcontext()
 
 
 def _check(
@@ -115,11 +108,6 @@ def _check(
             raise ValueError(f"{name} must have shape {list(shape)}; got {list(tensor.shape)}")
     if not x.dtype == b.dtype == c.dtype or not x.is_floating_point():
         raise ValueError(f"x, b, c must have one floating dtype; got {x.dtype}, {b.dtype}, {c.dtype}")
-    for name, (tensor, _) in wanted.items():
-        if tensor is not None and name in ("dt", "a", "d", "state") and tensor.dtype not in _WIDE:
-            raise ValueError(f"{name} must be float32 or float64, as sums over the past; got {tensor.dtype}")
+    check_wide(x, dt=dt, a=a, d=d, state=state)
     if documents is not None and state is not None and document is None:
         raise ValueError("a state with `documents` needs `document`, the id that the state belongs to")
-
-
-_WIDE = (torch.float32, torch.float64)

@@ -112,6 +112,59 @@ def taylor_features(mixer: Any, x: Tensor) -> Tensor:
     return torch.cat([torch.ones_like(x[..., :1]), x, *pairs], -1)
 
 
+def selective(mixer: Any, x: Tensor) -> Tensor:
+    """Mamba: Gu and Dao 2023, algorithm 2 and figure 3; the norms inside: Lieber et al. 2024, section 6.4."""
+    x, gate = mixer.in_proj(x).chunk(2, -1)
+    x = _convolved(mixer.conv1d, x)
+    dt, b, c = mixer.x_proj(x).split([mixer.dt_rank, mixer.d_state, mixer.d_state], -1)
+    if mixer.inner_norm:
+        dt, b, c = _rms(mixer.dt_layernorm, dt), _rms(mixer.b_layernorm, b), _rms(mixer.c_layernorm, c)
+    dt = (1 + mixer.dt_proj(dt).exp()).log()
+    state = x.new_zeros(len(x), *mixer.A_log.shape)
+    rows = []
+    for i in range(x.shape[1]):
+        state = (-dt[:, i, :, None] * mixer.A_log.exp()).exp() * state + (dt * x)[:, i, :, None] @ b[:, i, None]
+        rows.append((state @ c[:, i, :, None])[..., 0] + mixer.D * x[:, i])
+    return mixer.out_proj(_stacked(rows, x, x.shape[2]) * gate * gate.sigmoid())
+
+
+def heads_of_states(mixer: Any, x: Tensor) -> Tensor:
+    """Mamba-2: Dao and Gu 2024, listing 1 as a recurrence, and figure 6."""
+    inner, shared = mixer.n_heads * mixer.head_dim, mixer.n_groups * mixer.d_state
+    gate, x, dt = mixer.in_proj(x).split([inner, inner + 2 * shared, mixer.n_heads], -1)
+    x, b, c = _convolved(mixer.conv1d, x).split([inner, shared, shared], -1)
+    x = _heads(x, mixer.head_dim)
+    # Head h reads group h // (H / G).
+    share = mixer.n_heads // mixer.n_groups
+    b, c = (repeat(_heads(t, mixer.d_state), "b g t n -> b (g k) t n", k=share) for t in (b, c))
+    dt = (1 + (dt + mixer.dt_bias).exp()).log().clamp(min=mixer.dt_floor).transpose(1, 2)[..., None]
+    state = x.new_zeros(*x.shape[:2], mixer.head_dim, mixer.d_state)
+    rows = []
+    for i in range(x.shape[2]):
+        decay = (-dt[:, :, i, None] * mixer.A_log.exp()[:, None, None]).exp()
+        state = decay * state + (dt * x)[:, :, i, :, None] @ b[:, :, i, None]
+        y = (state @ c[:, :, i, :, None])[..., 0] + mixer.D[:, None] * x[:, :, i]
+        rows.append(rearrange(y, "b h p -> b (h p)"))
+    y, gate = _stacked(rows, x, inner), gate * gate.sigmoid()
+    if mixer.norm is None:
+        return mixer.out_proj(y * gate)
+    y = y if mixer.norm.before_gate else y * gate
+    parts = y.unflatten(-1, (mixer.n_groups, -1))
+    y = (parts / (parts.square().mean(-1, keepdim=True) + 1e-5).sqrt()).flatten(-2) * mixer.norm.weight
+    return mixer.out_proj(y * gate if mixer.norm.before_gate else y)
+
+
+def _convolved(conv: Any, x: Tensor) -> Tensor:
+    """silu of a causal depthwise convolution, over the taps that lie inside of the row."""
+    rows = []
+    for i in range(x.shape[1]):
+        taps = min(i + 1, conv.kernel_size[0])
+        y = x[:, i + 1 - taps : i + 1].transpose(1, 2)[..., None, :] @ conv.weight[:, 0, -taps:, None]
+        y = y[..., 0, 0] if conv.bias is None else y[..., 0, 0] + conv.bias
+        rows.append(y * y.sigmoid())
+    return _stacked(rows, x, x.shape[2])
+
+
 def _visible(i: int, j: int, causal: bool, window: int | None) -> bool:
     return (j <= i or not causal) and (window is None or abs(i - j) < window)
 
@@ -190,6 +243,8 @@ def _linear(features: Callable[[Any, Tensor], Tensor], options: dict[str, Any], 
     )
 
 
+_MAMBA = dict(d_state=3, d_conv=2, expand=3, dt_min=0.01, dt_max=0.05, conv_bias=False, bias=True)
+
 _BUILT_IN = {
     "mha": _softmax({}, {"position": "alibi"}, growth=2),
     "gqa": _softmax({"n_kv_heads": 2}, {"n_kv_heads": 1}, growth=2),
@@ -197,4 +252,17 @@ _BUILT_IN = {
     "window": _softmax({"window": 5}, {"window": 3, "n_kv_heads": 2, "position": "alibi"}, growth=1),
     "linear": _linear(elu_features, {}),
     "based": _linear(taylor_features, {"feature_dim": 3}, feature_dim=2, scale=2.0),
+    "mamba": Conformance(
+        options={"d_state": 4, "dt_max": 1.0},
+        alternatives=_MAMBA | {"dt_rank": 2, "inner_norm": True},
+        reference=selective,
+        growth=1,
+    ),
+    "mamba2": Conformance(
+        options={"d_state": 4, "head_dim": 4, "n_heads": None, "dt_max": 1.0},
+        alternatives=_MAMBA
+        | {"head_dim": 8, "n_heads": 6, "n_groups": 4, "dt_floor": 0.2, "a_min": 8.0, "a_max": 2.0, "norm": "none"},
+        reference=heads_of_states,
+        growth=1,
+    ),
 }
