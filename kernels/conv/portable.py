@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 def causal_conv(
@@ -60,24 +61,25 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of inputs, weight and bias."""
         inputs, weight, ids = ctx.saved_tensors
-        before = ctx.before
+        before, dy = ctx.before, dy.contiguous()
+        dinputs = dy * weight[-1]
+        if before:
+            dinputs = pad(dinputs, (0, 0, before, 0))
         # One buffer for all products: fresh memory for each costs more than the product.
-        products = torch.mul(dy, inputs[:, before:])
-        dweight = torch.empty_like(weight)
-        dweight[-1] = products.sum(1).sum(0)
-        dinputs = torch.zeros_like(inputs) if before else torch.empty_like(inputs)
-        torch.mul(dy, weight[-1], out=dinputs[:, before:])
-        dweight[:-1] = 0
+        products = dy * inputs[:, before:]
+        sums = [products.sum((0, 1))]
         for tap, outs, ins in _taps(weight, inputs, before):
-            part = _own(dy[:, outs], ids, outs, ins, before)
-            dinputs[:, ins].addcmul_(part, weight[tap])
+            dinputs[:, ins].addcmul_(_own(dy[:, outs], ids, outs, ins, before), weight[tap])
             past = _own(inputs[:, ins], ids, outs, ins, before)
-            dweight[tap] = torch.mul(dy[:, outs], past, out=products[:, outs]).sum(1).sum(0)
+            room = products.view(-1)[: past.numel()].view(past.shape)
+            sums.append(torch.mul(dy[:, outs], past, out=room).sum((0, 1)))
+        unused = [torch.zeros_like(weight[0])] * (len(weight) - len(sums))
+        dweight = torch.stack([*unused, *reversed(sums)])
         return dinputs, dweight, dy.sum((0, 1)) if ctx.needs_input_grad[2] else None, None, None
 
 
 def _taps(weight: Tensor, inputs: Tensor, before: int) -> Iterator[tuple[int, slice, slice]]:
-    """The taps of the past that reach an input: (tap, outputs, their inputs)."""
+    """The taps of the past that reach an input, latest first: (tap, outputs, their inputs)."""
     taps, time = weight.shape[0], inputs.shape[1] - before
     for back in range(1, taps):
         first = max(back - before, 0)

@@ -80,6 +80,16 @@ def test_what_another_document_holds_does_not_matter_even_if_it_is_no_number(tim
     assert all(g.isfinite().all() for g in torch.autograd.grad(y.sum(), (x, weight)))
 
 
+def test_strides_of_input_and_gradient_do_not_matter():
+    x, dy = (torch.randn(2, 3, 6).double().transpose(1, 2) for _ in range(2))
+    weight = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    found = []
+    for convert in (lambda t: t, torch.Tensor.contiguous):
+        leaf = convert(x).requires_grad_()
+        found.append(torch.autograd.grad(causal_conv(leaf, weight), (leaf, weight), convert(dy)))
+    assert all(torch.allclose(strided, dense) for strided, dense in zip(*found, strict=True))
+
+
 def test_sums_are_wide_and_the_result_has_the_dtype_of_x():
     """1 + 256 ones: in bfloat16, each added to the sum so far, they would stay 256."""
     x = torch.ones(1, 257, 1, dtype=torch.bfloat16)

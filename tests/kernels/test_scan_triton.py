@@ -14,6 +14,8 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 from kernels import backend
 from kernels.ssm import dispatch, triton_run
 from kernels.ssm.scan import selective_scan
+from mixers import registry
+from mixers.base import Packing
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -138,6 +140,24 @@ def test_operator_is_registered_as_pytorch_wants_it():
     plain = [t.detach() for t in (x, dt, a, b, c)]
     y, last, before = dispatch.forward(*plain, None, state.detach(), None)
     torch.library.opcheck(dispatch.backward, (y, last, before, *plain, None, None))
+
+
+def test_a_mixer_on_the_kernels_packs_and_decodes_as_on_the_portable_path():
+    torch.manual_seed(0)
+    mixer = registry.build("mamba", 8, d_state=4).to(DEVICE)
+    x = torch.randn(2, 9, 8, device=DEVICE)
+    ids = torch.tensor([[1] * 4 + [2] * 5, [0] * 2 + [1] * 5 + [0] * 2], dtype=torch.int32, device=DEVICE)
+
+    def outputs():
+        packed = mixer(x, Packing(ids))
+        first, state = mixer.extend(x[:, :7], mixer.start(2, x), Packing(ids[:, :7]))
+        return packed, first, mixer.extend(x[:, 7:8], state, Packing(ids[:, 7:8]))[0]
+
+    with torch.no_grad(), backend.using("portable"):
+        right = outputs()
+    with torch.no_grad(), backend.using("triton"):
+        for got, wanted in zip(outputs(), right, strict=True):
+            assert torch.allclose(got, wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize(
