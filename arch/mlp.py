@@ -62,8 +62,8 @@ class MLP(nn.Module):
         return self.down(self.act(self.up(x)))
 
 
-def norm(kind: Literal["rmsnorm", "layernorm"], d_model: int, bias: bool) -> nn.Module:
+def norm(kind: Literal["rmsnorm", "layernorm"], d_model: int, bias: bool, eps: float | None = None) -> nn.Module:
     """The norm in front of a sublayer."""
     if kind == "rmsnorm":
-        return nn.RMSNorm(d_model, eps=torch.finfo(torch.float32).eps)
-    return nn.LayerNorm(d_model, bias=bias)
+        return nn.RMSNorm(d_model, eps=torch.finfo(torch.float32).eps if eps is None else eps)
+    return nn.LayerNorm(d_model, bias=bias, eps=1e-5 if eps is None else eps)

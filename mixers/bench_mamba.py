@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import chain
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from kernels.bench import Row, both, forward, measure, rounds_asked
+from kernels.bench import Call, Row, both, cpu_ms, forward, measure, peak_bytes, rounds_asked
 from kernels.ssm.scan import selective_scan
+from mixers import registry
+from mixers.base import Mixer
 
 WIDTH, STATE = 256, 16
 
@@ -62,11 +66,62 @@ def turned(tensors: tuple[Tensor, ...]) -> list[Tensor]:
     return [t.transpose(1, 2) if t.dim() == 3 else t for t in tensors]
 
 
+def mixed(mixer: nn.Module, length: int) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """A function of x and the parameters, so that `both` takes the gradients of all; and these inputs."""
+    return lambda x, *_: mixer(x), [torch.randn(1, length, WIDTH, requires_grad=True), *mixer.parameters()]
+
+
+def mixer_rows() -> Iterator[Row]:
+    """The whole of Mamba-2, 8 heads of 64 with 128 states."""
+    if find_spec("transformers") is None:
+        return
+    theirs = import_module("transformers.models.mamba2.modeling_mamba2").Mamba2Mixer
+    options = dict(hidden_size=WIDTH, num_heads=8, n_groups=1, num_hidden_layers=1)
+    config = import_module("transformers").Mamba2Config(**options)
+    mine, peer = mixed(registry.build("mamba2", WIDTH), 2048), mixed(theirs(config, 0), 2048)
+    for kind, call in (("forward", forward), ("forward + backward", both)):
+        name = f"transformers, slow path, chunk {config.chunk_size}"
+        yield Row(f"mamba2, whole mixer, {kind}, T 2048", name, call(*mine), call(*peer), 4)
+
+
+def growth(function: Callable[[int], tuple[Callable[..., Tensor], list[Tensor]]], rounds: int) -> tuple[float, float]:
+    """Exponents of CPU time and memory, forward and backward, from T 2048 to 8192."""
+    calls = [both(*function(length)) for length in (2048, 8192)]
+    (short, long), (small, large) = cpu_ms(calls, rounds), [peak_bytes(call) for call in calls]
+    return math.log(long / short, 4), math.log(large / small, 4)
+
+
+def decode(mixer: Mixer, length: int) -> Call:
+    """A turn of 20 tokens behind `length` others."""
+    with torch.inference_mode():
+        x = torch.randn(1, length, WIDTH)
+        _, state = mixer.extend(x, mixer.start(1, x))
+
+    def turn() -> None:
+        with torch.inference_mode():
+            for t in range(20):
+                mixer.extend(x[:, t : t + 1], state)
+
+    return turn
+
+
 def main() -> None:
     """The command line."""
     rounds = rounds_asked(__doc__ or "")
-    for line in measure(scan_rows(), rounds):
+    for line in measure(chain(scan_rows(), mixer_rows()), rounds):
         print(line, flush=True)
+    mixers = {name: registry.build(name, WIDTH) for name in ("mamba", "mamba2")}
+    grown = {"selective scan": lambda length: (scan, scan_inputs(length))}
+    grown |= {name: partial(mixed, mixer) for name, mixer in mixers.items()}
+    print("\nForward + backward from T 2048 to 8192: exponents of time and memory (asked: at most 1.3)")
+    for name, function in grown.items():
+        time_growth, memory_growth = growth(function, rounds)
+        print(f"{name}: {time_growth:.2f}, {memory_growth:.2f}", flush=True)
+    print("\nMs for 20 tokens behind so many others (asked: flat)")
+    lengths = (512, 2048, 16384)
+    for name, mixer in mixers.items():
+        found = cpu_ms([decode(mixer, length) for length in lengths], 10 * rounds)
+        print(f"{name}: " + ", ".join(f"{length}: {ms:.2f}" for length, ms in zip(lengths, found, strict=True)))
 
 
 if __name__ == "__main__":

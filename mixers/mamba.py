@@ -10,9 +10,9 @@ from torch.nn.functional import linear, silu, softplus
 
 from kernels.ssm.scan import selective_scan
 from mixers.base import Memory, State
-from mixers.parts import mark
+from mixers.parts import mark, normed
 from mixers.registry import register
-from mixers.state_space import StateSpace, check_sizes, step_bias
+from mixers.state_space import StateSpace, begun, check_sizes, step_bias
 
 
 @register("mamba")
@@ -77,7 +77,7 @@ class Mamba(StateSpace):
         x, kept = self.convolved(x, past, documents)
         dt, b, c = self.x_proj(x).split([self.dt_rank, self.d_state, self.d_state], -1)
         if self.inner_norm:
-            dt, b, c = self.dt_layernorm(dt), self.b_layernorm(b), self.c_layernorm(c)
+            dt, b, c = normed(self.dt_layernorm, dt), normed(self.b_layernorm, b), normed(self.c_layernorm, c)
         # Steps, decays and the skip stay wide, whatever the precision of the rest.
         dt = softplus(linear(dt, self.dt_proj.weight).to(wide) + self.dt_proj.bias.to(wide))
         y, state = selective_scan(
@@ -87,7 +87,7 @@ class Mamba(StateSpace):
             b.to(x.dtype),
             c.to(x.dtype),
             d=self.D.to(wide),
-            state=None if past is None else past["state"],
+            state=begun(past),
             documents=documents,
             document=None if past is None else past.get("document"),
             return_state=past is not None,

@@ -13,7 +13,7 @@ from kernels.ssm.ssd import ssd
 from mixers.base import Memory, State
 from mixers.parts import divisor_up_to, mark
 from mixers.registry import register
-from mixers.state_space import StateSpace, check_sizes, step_bias
+from mixers.state_space import StateSpace, begun, check_sizes, step_bias
 
 Norm = Literal["after_gate", "before_gate", "none"]
 
@@ -95,7 +95,7 @@ class Mamba2(StateSpace):
             -self.A_log.to(wide).exp(),
             *(rearrange(t, "b t (g n) -> b t g n", g=self.n_groups) for t in (b, c)),
             d=self.D.to(wide),
-            state=None if past is None else past["state"],
+            state=begun(past),
             documents=documents,
             document=None if past is None else past.get("document"),
             return_state=past is not None,

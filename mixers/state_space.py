@@ -46,6 +46,11 @@ class StateSpace(Mixer):
         return silu(y), kept
 
 
+def begun(past: State | None) -> Tensor | None:
+    """The state that `past` holds; None before any token, where kernels need not read zeros."""
+    return past["state"] if past is not None and past.length else None
+
+
 def check_sizes(**sizes: int | None) -> None:
     """Raises ValueError for a size below 1; None: chosen by the mixer."""
     for name, size in sizes.items():

@@ -72,7 +72,7 @@ def attend(
 
 def _bidirectional(causal_sum: CausalSum, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
     wide = torch.promote_types(q.dtype, torch.float32)
-    if documents is None or not documents.shape[1]:
+    if documents is None or not documents.numel():
         q, k, v = (x.to(wide) for x in (q, k, v))
         k, q = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (k, q))
         return torch.einsum("bthk,bhkv->bthv", q, torch.einsum("bshk,bshv->bhkv", k, v))

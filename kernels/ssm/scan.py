@@ -7,9 +7,14 @@ from torch import Tensor
 
 from kernels import backend, flops
 from kernels.linear.op import check_wide, no_autocast
-from kernels.ssm import scan_portable, scan_reference
+from kernels.ssm import dispatch, fused, scan_portable, scan_reference
 
-IMPLEMENTATIONS = {"portable": scan_portable.selective_scan, "reference": scan_reference.selective_scan}
+IMPLEMENTATIONS = {
+    "triton": dispatch.selective_scan,
+    "portable": scan_portable.selective_scan,
+    "reference": scan_reference.selective_scan,
+    "mamba_ssm": fused.selective_scan,
+}
 
 
 def selective_scan(
@@ -46,6 +51,7 @@ def selective_scan(
     """
     _check(x, dt, a, b, c, d, state, documents, document)
     wide = torch.promote_types(x.dtype, dt.dtype)
+    fused_refusal = fused.scan_refusal(x, a.shape[1], state is not None, documents, return_state)
     if state is None:
         state = x.new_zeros(*x.shape[::2], a.shape[1], dtype=wide)
     if count := flops.counter():
@@ -56,7 +62,8 @@ def selective_scan(
         fresh, pads = _starts(documents, document), (documents == 0)[..., None]
         # A step of 0 keeps the state as it is, and takes nothing in.
         x, dt, b = (t.masked_fill(pads, 0) for t in (x, dt, b))
-    run = backend.implementation("selective_scan", IMPLEMENTATIONS, x)
+    refusal = dispatch.refusal(x, wide, a.shape[1])
+    run = backend.implementation("selective_scan", IMPLEMENTATIONS, x, refusal, fused_refusal)
     with no_autocast(x):
         y, state = run(x, dt.to(wide), a.to(wide), b, c, None if d is None else d.to(wide), state.to(wide), fresh)
     return y if pads is None else y.masked_fill(pads, 0), state if return_state else None

@@ -122,6 +122,29 @@ def test_gradients_pass_through_state_in_and_out(implementation, small_chunks):
     assert torch.autograd.gradcheck(run, (q, k, v, kv, z, log_decay))
 
 
+@pytest.mark.parametrize("decay", [None, "head", "token"])
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_equal_those_of_the_recurrence(small_chunks, decay, normalise, packed):
+    """Two heads a group, V + 1 columns, rows that are and are not whole chunks."""
+    for time in (8, 11):
+        q, k, v = (t.detach() for t in inputs(time=time, heads=4))
+        log_decay = {None: None, "head": -torch.rand(4).double(), "token": -torch.rand(2, time, 4).double()}[decay]
+        state = torch.rand(2, 4, 5, 4).double(), torch.rand(2, 4, 5).double() if normalise else None
+        tensors = [t.requires_grad_() for t in (q[:, :, :2], k[:, :, :2], v, *state, log_decay) if t is not None]
+        part = dict(documents=IDS[:, :time], document=torch.tensor([1, 2])) if packed else {}
+
+        def gradients(name, time=time, state=state, tensors=tensors, log_decay=log_decay, part=part):
+            options = dict(normalise=normalise, kv=state[0], z=state[1], log_decay=log_decay, **part)
+            with backend.using(name):
+                outputs = [t for t in linear_attention(*tensors[:3], **options) if t is not None]
+            torch.manual_seed(0)
+            return torch.autograd.grad(outputs, tensors, [torch.randn_like(t) for t in outputs])
+
+        for got, expected in zip(gradients("portable"), gradients("reference"), strict=True):
+            assert torch.allclose(got, expected, atol=1e-12)
+
+
 @pytest.mark.parametrize("time", [1, 63, 64, 65, 127, 1025])
 def test_chunked_equals_recurrence_at_odd_lengths(time):
     q, k, v = inputs(time=time, batch=1, heads=2)
