@@ -126,7 +126,9 @@ def test_core_growth():
     assert core["linear", 128] / core["linear", 64] == 2
 
 
-@pytest.mark.parametrize("layout", ["mha", "window", "linear|based", "retention|gated_linear", "mha@a + window + mha@a"])
+@pytest.mark.parametrize(
+    "layout", ["mha", "window", "linear|based", "retention|gated_linear", "mha@a + window + mha@a"]
+)
 @pytest.mark.parametrize("length", [1, 4, 17])
 def test_state_bytes_equal_live_tensors(layout, length):
     model = build(layout, convolution=4)
