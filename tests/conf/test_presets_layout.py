@@ -15,9 +15,9 @@ from mixers import registry
 
 MIXERS = set(registry.names())
 MODEL_OPTIONS = {"layout", "mixers", "mlp", "norm", "sandwich", "bias", "parallel", "position", "tied", "logit_softcap"}
-MIXER_OPTIONS = {"mixer", "window", "causal", "position", "rope_base", "rope_fraction", "bias", "qk_norm", "softcap"} | {
-    "inner_norm",
-    "norm",
+MIXER_OPTIONS = {
+    *("mixer", "window", "causal", "position", "rope_base", "rope_fraction", "bias", "qk_norm", "softcap"),
+    *("inner_norm", "norm", "decay", "activation", "gate", "scale", "expand"),
 }
 
 FOLDER = Path(__file__).resolve().parents[2] / "conf" / "stack"
@@ -46,7 +46,7 @@ PUBLISHED = {
     "gemma3": [("window", 512) if (index + 1) % 6 else FULL for index in range(26)],
     "gpt2": 12 * [PLAIN],
     "llama3": 32 * [FULL],
-    "minimax": 10 * (7 * [("linear", None)] + [FULL]),
+    "minimax": 10 * (7 * [("retention", "none")] + [FULL]),
     "mistral": 32 * [("window", 4096)],
     "qwen3": 36 * [FULL],
     "smollm3": 9 * (3 * [FULL] + [("gqa", "none")]),
