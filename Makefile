@@ -61,7 +61,7 @@ ui: $(INSTALLED)  ## the MLflow UI on http://127.0.0.1:5000 (PORT=5001 for anoth
 	  --backend-store-uri sqlite:///runs/mlflow.db
 
 # Tests of Triton kernels: they compile a lot, so they are dealt to several processes without needing pytest-xdist.
-GPU_TESTS = tests/gpu tests/kernels/test_attention_triton.py tests/kernels/test_attention_operators.py
+GPU_TESTS = tests/gpu $(wildcard tests/kernels/test_*_triton.py) tests/kernels/test_attention_operators.py
 PARTS = 0 1 2 3 4 5 6 7 8 9 10 11
 
 gpu:  ## where a GPU is: test the kernels on it and measure them (PYTHON with torch, triton, einops and pytest)

@@ -26,10 +26,11 @@ class BlockOptions:
     convolution: int | None = None
     parallel: Literal["sum", "mean", "normed_mean"] = "sum"
     dropout: float = 0.0
+    norm_eps: float | None = None
 
     def make_norm(self, d_model: int) -> nn.Module:
         """A norm of this model's kind."""
-        return norm(self.norm, d_model, self.bias)
+        return norm(self.norm, d_model, self.bias, self.norm_eps)
 
 
 class Sublayer(nn.Module):

@@ -29,6 +29,7 @@ class LanguageModel(nn.Module):
         mixers: {name: {option: value}} for registered mixers, {alias: {"mixer": name, option: value}} for aliases.
         mlp, mlp_width: channel mixer of each block, see `arch.mlp`.
         norm: "rmsnorm" or "layernorm", in front of every sublayer and behind the last.
+        norm_eps: added to the mean square; None: 1.2e-7 for rmsnorm, 1e-5 for layernorm.
         sandwich: a norm behind every sublayer too (Gemma 2).
         bias: biases in MLPs and layer norms; mixers have their own option.
         convolution: taps of a short causal convolution in front of the mixers that have none of their own; None: none.
@@ -54,6 +55,7 @@ class LanguageModel(nn.Module):
         mlp: Kind = "swiglu",
         mlp_width: int | None = None,
         norm: Literal["rmsnorm", "layernorm"] = "rmsnorm",
+        norm_eps: float | None = None,
         sandwich: bool = False,
         bias: bool = False,
         convolution: int | None = None,
@@ -69,11 +71,12 @@ class LanguageModel(nn.Module):
         _check(
             vocabulary=(vocabulary, vocabulary >= 1, "at least 1"),
             d_model=(d_model, d_model >= 1, "at least 1"),
+            norm_eps=(norm_eps, norm_eps is None or norm_eps > 0, "above 0"),
             logit_softcap=(logit_softcap, logit_softcap is None or logit_softcap > 0, "above 0"),
             dropout=(dropout, 0 <= dropout < 1, "at least 0 and below 1"),
             init_std=(init_std, init_std is None or init_std > 0, "above 0"),
         )
-        options = BlockOptions(mlp, mlp_width, norm, sandwich, bias, convolution, parallel, dropout)
+        options = BlockOptions(mlp, mlp_width, norm, sandwich, bias, convolution, parallel, dropout, norm_eps)
         self.vocabulary, self.logit_softcap = vocabulary, logit_softcap
         self.embedding = mark(nn.Embedding(vocabulary, d_model), no_decay=True)
         self.dropout = nn.Dropout(dropout)

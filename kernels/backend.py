@@ -1,8 +1,9 @@
 """The one rule which implementation of an op runs.
 
-`auto` is Triton for tensors on a GPU, where it has what the call asks for, and portable PyTorch for everything else; an
-explicit choice that an op does not have raises instead of falling back. The setting is process-wide and no part of a
-run's identity: it must not change results.
+`auto` is mamba-ssm or else Triton for tensors on a GPU, where they are there and have what the call asks for, and
+portable PyTorch for everything else; an explicit choice that an op does not have raises instead of falling back.
+`mamba_ssm` speaks of state spaces alone: the ops that it has nothing for run as under `auto`. The setting is
+process-wide and no part of a run's identity: it must not change results.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ BACKENDS = ("auto", "triton", "portable", "reference", "mamba_ssm")
 
 _chosen = "auto"
 _TRITON = find_spec("triton") is not None
+_MAMBA_SSM = find_spec("mamba_ssm") is not None
 
 
 def use(name: str) -> None:
@@ -48,23 +50,36 @@ def using(name: str) -> Iterator[None]:
         use(before)
 
 
-def implementation(op: str, table: Mapping[str, Callable], like: Tensor, refusal: str | None = None) -> Callable:
+def implementation(
+    op: str, table: Mapping[str, Callable], like: Tensor, refusal: str | None = None, fused_refusal: str | None = None
+) -> Callable:
     """The function of `table` (backend name -> function) that runs `op` on tensors such as `like`.
 
-    refusal: what of this call the Triton kernels do not have; `auto` then takes the portable path.
+    refusal: what of this call the Triton kernels do not have; fused_refusal: what mamba-ssm does not have. `auto` then
+        takes the next one, in the end the portable path.
 
     Raises:
         ValueError: an explicit choice that `op` does not have, or that cannot run here.
     """
-    name = _chosen
-    refusal = refusal or _missing(like)
+    name = "auto" if _chosen == "mamba_ssm" and _chosen not in table else _chosen
+    reasons = {"mamba_ssm": fused_refusal or _no_mamba_ssm(like), "triton": refusal or _missing(like)}
     if name == "auto":
-        name = "triton" if "triton" in table and like.device.type == "cuda" and not refusal else "portable"
+        on_gpu = (each for each in reasons if each in table and like.device.type == "cuda" and not reasons[each])
+        name = next(on_gpu, "portable")
     if name not in table:
         raise ValueError(f"backend={name!r} cannot run {op}; it has: {', '.join(table)}")
-    if name == "triton" and refusal:
-        raise ValueError(f"backend='triton' cannot run {op} here: {refusal}")
+    if reason := reasons.get(name):
+        raise ValueError(f"backend={name!r} cannot run {op} here: {reason}")
     return table[name]
+
+
+def _no_mamba_ssm(like: Tensor) -> str | None:
+    """What mamba-ssm itself lacks to run on such tensors."""
+    if not _MAMBA_SSM:
+        return "the package mamba-ssm is not installed (pip install -e '.[mamba]' where there is CUDA)"
+    if like.device.type != "cuda":
+        return f"tensors on {like.device.type} must be on an NVIDIA GPU"
+    return None
 
 
 def _missing(like: Tensor) -> str | None:

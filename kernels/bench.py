@@ -16,14 +16,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import conv1d, scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
 from kernels.attention.op import attention
+from kernels.conv.op import causal_conv
 
 Call = Callable[[], Any]
 
@@ -144,6 +146,41 @@ def window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attention(q, k, v, window=256)
 
 
+def convolution_rows() -> Iterator[Row]:
+    """Causal depthwise convolution with 4 taps; B 1, D 512."""
+    name = "conv1d as transformers calls it"
+    inputs = [torch.randn(shape, requires_grad=True) for shape in ((1, 2048, 512), (4, 512), (512,))]
+    yield Row("conv 4 forward, T 2048", name, forward(causal_conv, inputs), forward(channels_first, inputs), 2)
+    yield Row("conv 4 forward + backward", name, both(causal_conv, inputs), both(channels_first, inputs), 2)
+    ids = torch.arange(2048).div(500, rounding_mode="floor").int()[None] + 1
+
+    def packed(*tensors: Tensor) -> Tensor:
+        return causal_conv(*tensors, documents=ids)
+
+    label = "conv 4 forward + backward, documents"
+    yield Row(label, f"{name}, none", both(packed, inputs), both(channels_first, inputs), 1)
+    parts = [torch.randn(1, 1, 512), torch.randn(1, 3, 512), *inputs[1:]]
+    yield Row("conv 4, a token", f"cat, {name}", forward(step, parts), forward(channels_first_step, parts), 1)
+
+
+def channels_first(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """The convolution of `transformers`' Mamba without kernels, the transposes around it included."""
+    taps, width = weight.shape
+    y = conv1d(x.transpose(1, 2), weight.t()[:, None], bias, padding=taps - 1, groups=width)
+    return y[..., : x.shape[1]].transpose(1, 2)
+
+
+def channels_first_step(x: Tensor, tail: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """A token of it."""
+    inputs = torch.cat([tail, x], 1).transpose(1, 2)
+    return conv1d(inputs, weight.t()[:, None], bias, groups=weight.shape[1]).transpose(1, 2)
+
+
+def step(x: Tensor, tail: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """A token of ours."""
+    return causal_conv(x, weight, bias, tail=tail)
+
+
 def growth(function: Callable[..., Tensor], rounds: int) -> tuple[float, float]:
     """Exponents of CPU time and memory of a forward and backward pass, from T 2048 to 8192."""
     calls = [both(function, heads(length)) for length in (2048, 8192)]
@@ -165,7 +202,7 @@ def rounds_asked(description: str) -> int:
 def main() -> None:
     """The command line."""
     rounds = rounds_asked(__doc__ or "")
-    for line in measure(attention_rows(), rounds):
+    for line in measure(chain(attention_rows(), convolution_rows()), rounds):
         print(line, flush=True)
     print("\nForward + backward from T 2048 to 8192: exponents of time and memory (asked of windows: at most 1.3)")
     for name, function in (("window 256", window), ("mha", attention)):

@@ -1,4 +1,4 @@
-"""Speed of the attention kernels on a GPU, against PyTorch's and, where there, others: `python -m kernels.bench_gpu`.
+"""Speed of the kernels on a GPU, against PyTorch's and, where there, others: `python -m kernels.bench_gpu`.
 
 Times are medians of calls timed by CUDA events after warming up, the cache of the card flushed before each; first
 calls, which compile, are not in them. FLOPs are those of the visible pairs, backward 2.5 times forward: five products
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels import backend
+from kernels import backend, bench_gpu_state
 from kernels.attention.op import attention, attention_flops, moved_bytes
 from kernels.record import rewrite
 
@@ -149,14 +149,19 @@ def measure(problem: Problem, run: Callable) -> float:
 def line(problem: Problem, name: str, run: Callable, peak: float) -> str:
     """A row of the table; what a rival does not have is said in its place."""
     start = f"| {problem.what} | {problem.width} | {problem.queries} | {problem.keys} | {name} |"
+    return timed(start, lambda: measure(problem, run), problem.work(), peak)
+
+
+def timed(start: str, measured: Callable[[], float], work: tuple[float, int], peak: float) -> str:
+    """The rest of a row: milliseconds, and the rates of `work`, (FLOPs, bytes)."""
     try:
-        ms = measure(problem, run)
+        ms = measured()
     # Triton's own errors, and whatever a rival raises: one row, not the table.
     except Exception as error:
         torch.cuda.empty_cache()
         said = (str(error).splitlines() or [type(error).__name__])[0]
         return f"{start} {said[:60].replace('|', '/')} | | | |"
-    flops, moved = problem.work()
+    flops, moved = work
     rate = flops / ms / 1e9
     return f"{start} {ms:.3f} | {rate:.0f} | {rate / peak:.0%} | {moved / ms / 1e6:.0f} |"
 
@@ -180,11 +185,17 @@ def table(seconds: float) -> Iterator[str]:
             if name == "sdpa math" and problem.keys > 4096:
                 continue
             yield line(problem, name, run, peak)
+    for other in bench_gpu_state.problems():
+        if time.perf_counter() > end:
+            print(f"out of time before {other}", file=sys.stderr)
+            return
+        start = f"| {other.what} | {other.width} | {other.time} | | {other.who} |"
+        yield timed(start, partial(lambda call: median_ms(call()), other.call), other.work(), peak)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the table, and keep it in the docs when asked to."""
-    parser = argparse.ArgumentParser(description="Attention kernels on a GPU, measured.")
+    parser = argparse.ArgumentParser(description="The kernels on a GPU, measured.")
     parser.add_argument("--write", action="store_true", help="put the table into docs/kernels_gpu.md")
     parser.add_argument("--seconds", type=float, default=240.0, help="stop after so long")
     given = parser.parse_args(arguments)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from kernels.attention.op import attention
 from mixers import alibi, cache
 from mixers.base import Memory, Mixer, State, positions, take
-from mixers.parts import divisor_up_to, head_count, mark
+from mixers.parts import divisor_up_to, head_count, mark, normed
 from mixers.rope import Layout, Rope, reach
 
 log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class Attention(Mixer):
         self, x: Tensor, past: State | None, documents: Tensor | None, memory: Memory | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Mixer.mix`."""
-        q = _normed(self.q_norm, rearrange(self.q(x), "b t (h k) -> b t h k", h=self.n_heads))
+        q = normed(self.q_norm, rearrange(self.q(x), "b t (h k) -> b t h k", h=self.n_heads))
         if memory is not None:
             return self._cross(q, self.remember(memory), documents), {}
         if past is not None and "memory.k" in past.tensors:
@@ -173,7 +173,7 @@ class Attention(Mixer):
 
     def _keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
         k, v = (rearrange(project(x), "b s (g k) -> b s g k", g=self.n_kv_heads) for project in (self.k, self.v))
-        return _normed(self.k_norm, k), v
+        return normed(self.k_norm, k), v
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, ordered: bool = True, **places: Any) -> Tensor:
         return attention(
@@ -201,10 +201,6 @@ def default_kv_heads(d_model: int, n_heads: int | None, head_dim: int | None, na
         log.warning("%s with n_heads=%d has n_kv_heads=%d by default: the same as mha", name, heads, groups)
     return groups
 
-
-def _normed(norm: nn.Module, x: Tensor) -> Tensor:
-    """Normed in the dtype of the norm's weights, which autocast leaves alone; in the dtype of x."""
-    return norm(x.to(norm.weight.dtype)).to(x.dtype) if isinstance(norm, nn.RMSNorm) else x
 
 
 def _check(head_dim: int, window: int | None, scale: float | None, softcap: float | None, dropout: float) -> None:

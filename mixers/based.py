@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from mixers.base import State
 from mixers.feature_attention import FeatureAttention
 from mixers.registry import register
 
@@ -38,6 +39,10 @@ class Based(FeatureAttention):
             raise ValueError(f"scale={scale} must be above 0")
         super().__init__(d_model, n_heads=n_heads, key_dim=feature_dim, causal=causal, bias=bias)
         self.scale = feature_dim**-0.5 if scale is None else scale
+
+    def encode(self, q: Tensor, k: Tensor, documents: Tensor | None, past: State | None) -> tuple[Tensor, Tensor]:
+        """See `FeatureAttention.encode`."""
+        return self.features(q), self.features(k)
 
     def features(self, x: Tensor) -> Tensor:
         """[1, y, y y^T / sqrt(2)] flattened, with y = sqrt(scale) x."""

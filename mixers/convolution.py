@@ -36,16 +36,28 @@ class ShortConvolution(Mixer):
         self, x: Tensor, past: State | None, documents: Tensor | None, memory: Memory | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Mixer.mix`."""
-        if past is None:
-            return causal_conv(x, self.weight, documents=documents), {}
-        ids = None if documents is None else cache.tail_documents(past, documents)
-        # Only the part that was fed: the zeros before it are no taps and cost nothing.
-        unfed = max(len(self.weight) - 1 - past.length, 0)
-        y = causal_conv(
-            x,
-            self.weight,
-            tail=past["tail"][:, unfed:],
-            documents=documents,
-            tail_documents=None if ids is None else ids[:, unfed:],
-        )
-        return y, cache.tail(past["tail"], x, documents, ids)
+        return convolve(x, self.weight, None, past, documents)
+
+
+def convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None, past: State | None, documents: Tensor | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`causal_conv` of a piece behind the inputs that `past` holds as "tail": x [B, T, D], weight [W, D], bias [D].
+
+    Returns:
+        [B, T, D], and the tail after the piece ({} when past is None).
+    """
+    if past is None:
+        return causal_conv(x, weight, bias, documents=documents), {}
+    ids = None if documents is None else cache.tail_documents(past, documents)
+    # Only the part that was fed: the zeros before it are no taps and cost nothing.
+    unfed = max(len(weight) - 1 - past.length, 0)
+    y = causal_conv(
+        x,
+        weight,
+        bias,
+        tail=past["tail"][:, unfed:],
+        documents=documents,
+        tail_documents=None if ids is None else ids[:, unfed:],
+    )
+    return y, cache.tail(past["tail"], x, documents, ids)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -42,6 +42,11 @@ def own_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.P
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield f"{path}.{name}".lstrip("."), module, name, parameter
+
+
+def normed(norm: nn.Module, x: Tensor) -> Tensor:
+    """Normed in the dtype of the norm's weights, which autocast leaves alone; in the dtype of x."""
+    return norm(x.to(norm.weight.dtype)).to(x.dtype) if isinstance(norm, nn.RMSNorm) else x
 
 
 def divisor_up_to(number: int, limit: int) -> int:

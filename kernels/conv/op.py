@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from kernels import backend, flops
-from kernels.conv import portable, reference
+from kernels.conv import dispatch, portable, reference
 
-IMPLEMENTATIONS = {"portable": portable.causal_conv, "reference": reference.causal_conv}
+IMPLEMENTATIONS = {
+    "triton": dispatch.causal_conv,
+    "portable": portable.causal_conv,
+    "reference": reference.causal_conv,
+}
 
 
 def causal_conv(
@@ -29,30 +32,19 @@ def causal_conv(
         documents: [B, T] integers: a tap of another document gives nothing.
         tail_documents: [B, P]; needed with `documents` and `tail`.
     Returns:
-        [B, T, D]
+        [B, T, D] of x's dtype; sums are fp32 or wider.
     Raises:
         ValueError: shapes that do not fit.
     """
-    batch, _time, width = x.shape
-    taps = weight.shape[0]
-    if weight.dim() != 2 or weight.shape[1] != width or taps < 1:
-        raise ValueError(f"weight must be [W, {width}] with W >= 1 for x {list(x.shape)}; got {list(weight.shape)}")
-    tail = x[:, :0] if tail is None else tail.to(x.dtype)
-    if tail.dim() != 3 or tail.shape[1] >= taps or tail.shape[::2] != x.shape[::2]:
-        raise ValueError(f"tail must have shape [{batch}, up to {taps - 1}, {width}]; got {list(tail.shape)}")
-    if documents is not None and tail.shape[1] and (tail_documents is None or tail_documents.shape != tail.shape[:2]):
-        raise ValueError(f"a tail with `documents` needs `tail_documents` {list(tail.shape[:2])}")
+    _check(x, weight, bias, tail, documents, tail_documents)
+    if tail is None or not tail.shape[1]:
+        tail = tail_documents = None
     if count := flops.counter():
-        count.record("causal_conv", causal_conv_flops(x.shape, taps, tail.shape[1]))
+        before = 0 if tail is None else tail.shape[1]
+        count.record("causal_conv", causal_conv_flops(x.shape, weight.shape[0], before))
         return torch.empty_like(x)
-    missing = taps - 1 - tail.shape[1]
-    inputs = pad(torch.cat([tail, x], 1), (0, 0, missing, 0))
-    all_documents = None
-    if documents is not None:
-        before = documents[:, :0] if tail_documents is None else tail_documents.to(documents.dtype)
-        all_documents = pad(torch.cat([before, documents], 1), (missing, 0))
-    run = backend.implementation("causal_conv", IMPLEMENTATIONS, x)
-    return run(x, weight, bias, inputs, documents, all_documents)
+    run = backend.implementation("causal_conv", IMPLEMENTATIONS, x, dispatch.refusal(x, weight))
+    return run(x, weight, bias, None if tail is None else tail.to(x.dtype), documents, tail_documents)
 
 
 def causal_conv_flops(x: tuple[int, ...], taps: int, before: int = 0) -> flops.Formula:
@@ -61,3 +53,30 @@ def causal_conv_flops(x: tuple[int, ...], taps: int, before: int = 0) -> flops.F
     early = min(time, max(taps - 1 - before, 0))
     inside = sum(before + i + 1 for i in range(early)) + (time - early) * taps
     return flops.Formula.of("2 * B*D * taps_inside", B=batch, D=width, taps_inside=inside)
+
+
+def _check(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tail: Tensor | None,
+    documents: Tensor | None,
+    tail_documents: Tensor | None,
+) -> None:
+    if x.dim() != 3:
+        raise ValueError(f"causal_conv wants x [B, T, D]; got {list(x.shape)}")
+    batch, time, width = x.shape
+    taps = weight.shape[0]
+    if weight.dim() != 2 or weight.shape[1] != width or taps < 1:
+        raise ValueError(f"weight must be [W, {width}] with W >= 1 for x {list(x.shape)}; got {list(weight.shape)}")
+    if bias is not None and bias.shape != (width,):
+        raise ValueError(f"bias must be [{width}] for x {list(x.shape)}; got {list(bias.shape)}")
+    if tail is not None and (tail.dim() != 3 or tail.shape[1] >= taps or tail.shape[::2] != x.shape[::2]):
+        raise ValueError(f"tail must have shape [{batch}, up to {taps - 1}, {width}]; got {list(tail.shape)}")
+    if documents is not None and documents.shape != (batch, time):
+        raise ValueError(f"documents must have shape [{batch}, {time}]; got {list(documents.shape)}")
+    if documents is None or tail is None or not tail.shape[1]:
+        return
+    if tail_documents is None or tail_documents.shape != tail.shape[:2]:
+        got = None if tail_documents is None else list(tail_documents.shape)
+        raise ValueError(f"a tail with `documents` needs `tail_documents` {list(tail.shape[:2])}; got {got}")

@@ -33,7 +33,7 @@ def linear_attention(
     not causal: S and z sum over the whole document. A query with q . z = 0 gets the undivided sum.
 
     Args:
-        q, k: [B, T, H, K]; v: [B, T, H, V]; one floating dtype.
+        q, k: [B, T, G, K]; v: [B, T, H, V]; one floating dtype. Head h reads group h // (H / G).
         normalise: divide by q . z. Only for feature maps that are not negative.
         log_decay: [H] or [B, T, H], at most 0; only when causal.
         kv, z: the state before the first token, [B, H, K, V] and [B, H, K], fp32 or wider; None: nothing was seen yet.
@@ -48,7 +48,7 @@ def linear_attention(
     Source: Katharopoulos et al. 2020, arXiv:2006.16236, equations 9 to 12; decay: Sun et al. 2023, arXiv:2307.08621.
     """
     _check(q, k, v, causal, log_decay, kv, z, documents, document)
-    batch, _, heads, width = q.shape
+    batch, width, heads = q.shape[0], q.shape[3], v.shape[2]
     wide = torch.promote_types(q.dtype, torch.float32)
     alone = kv is None and not return_state
     if causal:
@@ -60,7 +60,7 @@ def linear_attention(
         count.record("linear_attention", linear_attention_flops(q.shape, v.shape, normalise))
         return torch.empty_like(v), kv if return_state else None, z if return_state else None
     run = backend.implementation("linear_attention", IMPLEMENTATIONS, q)
-    with _no_autocast(q):
+    with no_autocast(q):
         y, kv, z = run(
             q, k, v, causal=causal, normalise=normalise, log_decay=log_decay, kv=kv, z=z if normalise else None,
             documents=documents, document=document, alone=alone,
@@ -68,7 +68,7 @@ def linear_attention(
     return (y, kv, z) if return_state else (y, None, None)
 
 
-def _no_autocast(like: Tensor) -> AbstractContextManager:
+def no_autocast(like: Tensor) -> AbstractContextManager:
     """Autocast would narrow the products inside, sums over the whole past that then overflow or cancel."""
     kind = like.device.type
     return torch.autocast(kind, enabled=False) if kind in ("cpu", "cuda") else nullcontext()
@@ -76,9 +76,9 @@ def _no_autocast(like: Tensor) -> AbstractContextManager:
 
 def linear_attention_flops(q: tuple[int, ...], v: tuple[int, ...], normalise: bool) -> flops.Formula:
     """The recurrence: a multiply-add an entry of the state to update it, one to read it; K (V + 1) entries with z."""
-    batch, time, heads, width = q
+    batch, time, heads, value_dim = v
     text = "2 * B*T*H * 2*K*(V+1)" if normalise else "2 * B*T*H * 2*K*V"
-    return flops.Formula.of(text, B=batch, T=time, H=heads, K=width, V=v[3])
+    return flops.Formula.of(text, B=batch, T=time, H=heads, K=q[3], V=value_dim)
 
 
 def _check(
@@ -92,20 +92,22 @@ def _check(
     documents: Tensor | None,
     document: Tensor | None,
 ) -> None:
-    if not q.dim() == v.dim() == 4 or q.shape != k.shape or q.shape[:3] != v.shape[:3]:
+    if not q.dim() == v.dim() == 4 or q.shape != k.shape or q.shape[:2] != v.shape[:2]:
         raise ValueError(
-            "linear_attention wants q, k [B, T, H, K] and v [B, T, H, V]; got "
+            "linear_attention wants q, k [B, T, G, K] and v [B, T, H, V]; got "
             f"{list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
         )
+    if not q.shape[2] or v.shape[2] % q.shape[2]:
+        raise ValueError(f"H={v.shape[2]} heads of v must be a multiple of G={q.shape[2]} groups of q and k")
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         raise ValueError(f"q, k, v must have one floating dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
     if not causal and any(t is not None for t in (log_decay, kv, z)):
         raise ValueError("causal=False has no decay and no state: log_decay, kv and z must be None")
-    batch, time, heads, width = q.shape
+    batch, time, heads, value_dim = v.shape
     wanted: dict[str, tuple[Tensor | None, list[tuple[int, ...]]]] = {
         "log_decay": (log_decay, [(heads,), (batch, time, heads)]),
-        "kv": (kv, [(batch, heads, width, v.shape[3])]),
-        "z": (z, [(batch, heads, width)]),
+        "kv": (kv, [(batch, heads, q.shape[3], value_dim)]),
+        "z": (z, [(batch, heads, q.shape[3])]),
         "documents": (documents, [(batch, time)]),
         "document": (document, [(batch,)]),
     }
@@ -114,5 +116,14 @@ def _check(
             raise ValueError(
                 f"{name} must have shape {' or '.join(str(list(s)) for s in shapes)}; got {list(tensor.shape)}"
             )
+    check_wide(q, kv=kv, z=z)
     if documents is not None and kv is not None and document is None:
         raise ValueError("a state with `documents` needs `document`, the id that the state belongs to")
+
+
+def check_wide(like: Tensor, **states: Tensor | None) -> None:
+    """Raises ValueError for a state that is narrower than fp32 or than `like`."""
+    wide = torch.promote_types(like.dtype, torch.float32)
+    for name, state in states.items():
+        if state is not None and torch.promote_types(state.dtype, wide) != state.dtype:
+            raise ValueError(f"{name} must be of dtype {wide} or wider for inputs of {like.dtype}; got {state.dtype}")

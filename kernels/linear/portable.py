@@ -1,125 +1,78 @@
-"""Linear attention in chunks: dense products inside a chunk, one state a chunk between them.
-
-Shapes here: P = batch x heads, n chunks of C tokens. The decay is masked before it is exponentiated, so that nothing
-overflows.
-"""
+"""Linear attention in chunks, in plain PyTorch: from the op's tensors to those of `chunks` and back."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from einops import rearrange
+from einops import rearrange, repeat
 from torch import Tensor
 from torch.nn.functional import pad
+
+from kernels.linear import chunks, operators, reference
+from kernels.linear.frame import Ids, attend
 
 CHUNK = 64
 
 
-def linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    normalise: bool,
-    log_decay: Tensor | None,
-    kv: Tensor | None,
-    z: Tensor | None,
-    documents: Tensor | None,
-    document: Tensor | None,
-    alone: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """As `reference.linear_attention`."""
-    dtype, wide = v.dtype, torch.promote_types(q.dtype, torch.float32)
-    q, k, v = q.to(wide), k.to(wide), v.to(wide)
-    if documents is not None:
-        pads = (documents == 0)[:, :, None, None]
-        q, k, v = (x.masked_fill(pads, 0) for x in (q, k, v))
-    if normalise:
-        # The normaliser is one more value column of ones; pads already have k = 0.
-        v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
-    if causal:
-        assert kv is not None
-        state = kv if z is None else torch.cat([kv, z[..., None]], -1)
-        y, state = _causal(q, k, v, log_decay, state, documents, document, alone=alone)
-        kv, z = (state[..., :-1], state[..., -1]) if normalise else (state, None)
-    else:
-        y, kv, z = _bidirectional(q, k, v, documents), None, None
-    if normalise:
-        y, total = y[..., :-1], y[..., -1:]
-        y = y / total.masked_fill(total == 0, 1)
-    return y.to(dtype), kv, z
+def linear_attention(q: Tensor, k: Tensor, v: Tensor, *, alone: bool = False, **options: Any) -> tuple:
+    """As `reference.linear_attention`; for a single token, or nothing at all, the recurrence itself."""
+    if options["causal"] and (q.shape[1] <= 1 or not q.numel() or not v.numel()):
+        return reference.linear_attention(q, k, v, **options)
+    return attend(_causal_sum, q, k, v, **options)
 
 
-def _bidirectional(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
-    if documents is None or not documents.shape[1]:
-        return torch.einsum("bthk,bhkv->bthv", q, torch.einsum("bshk,bshv->bhkv", k, v))
-    empty = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3])
-    first, last = documents[:, 0], documents[:, -1]
-    before = _causal(q, k, v, None, empty, documents, first)[0]
-    # The tokens after: the same sum on the reversed row, the token itself left out. Pads lead there, with k = 0.
-    q, k, v, documents = (x.flip(1) for x in (q, k, v, documents))
-    after = _causal(q, k, v, None, empty, documents, last, diagonal=-1)[0]
-    return before + after.flip(1)
+def _chunk(time: int) -> int:
+    return max(1, min(CHUNK, time))
 
 
-def _causal(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    state: Tensor,
-    documents: Tensor | None,
-    document: Tensor | None,
-    diagonal: int = 0,
-    alone: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Sum over the visible past: y [B, T, H, V] and the state [B, H, K, V] after the last token."""
-    batch, time, heads, _width = q.shape
-    if 0 in q.shape:
-        return v.new_zeros(v.shape), state
-    size = min(CHUNK, time)
-    q, k, v = (rearrange(_fill(x, size), "b (n c) h d -> (b h) n c d", c=size) for x in (q, k, v))
-    chunks = q.shape[1]
-    ids = None if documents is None or document is None else _document_chunks(documents, document, size, heads)
-    steps = None if log_decay is None else _decay_chunks(log_decay, documents, batch, time, size, heads)
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, state: Tensor, ids: Ids | None, strict: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `operators.Forward`."""
+    parts, (batch, time, groups, _) = _chunks(q, k, v, log_decay, ids, strict, state.dtype), q.shape
+    y, states, state = chunks.forward(parts, rearrange(state, "b (g r) k v -> (b g) k r v", g=groups))
+    state = rearrange(state, "(b g) k r v -> b (g r) k v", b=batch).contiguous()
+    return _row(y, batch, time).contiguous(), state, states
 
-    weights = q @ k.transpose(-1, -2)
-    causal = torch.ones(size, size, dtype=torch.bool, device=q.device).tril(diagonal)
-    between = None if steps is None else _between(steps)
-    if between is not None:
-        weights = weights * between.masked_fill(~causal, float("-inf")).exp()
-    seen = causal if ids is None else causal & (ids[0][..., :, None] == ids[0][..., None, :])
-    y = weights.masked_fill(~seen, 0) @ v
-    if alone and chunks == 1:
-        return rearrange(y, "(b h) 1 c d -> b c h d", b=batch)[:, :time], state
 
-    # What each chunk adds to the state, and how much of the state before it is left after it.
-    keys, queries, keep = k, q, None
-    if steps is not None and between is not None:
-        keys = k * between[..., -1, :].exp()[..., None]
-        queries = q * steps.cumsum(-1).exp()[..., None]
-        keep = steps.sum(-1).exp()
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, states: Tensor, ids: Ids | None, strict: bool,
+    dy: Tensor, dstate: Tensor, decay: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """See `operators.Backward`."""
+    parts, (batch, time, groups, _) = _chunks(q, k, v, log_decay, ids, strict, states.dtype), q.shape
+    dy = _values(dy, parts.q.shape[2], groups)
+    dstate = rearrange(dstate, "b (g r) k v -> (b g) k r v", g=groups)
+    dq, dk, dv, dsteps, dstate = chunks.backward(parts, states, dy, dstate, decay)
+    dq, dk = (rearrange(t, "n (b g) c k -> b (n c) g k", b=batch)[:, :time] for t in (dq, dk))
+    found = None
+    if dsteps is not None and log_decay is not None:
+        steps = rearrange(dsteps, "n (b g) r c -> b (n c) (g r)", b=batch)[:, :time]
+        found = steps.sum_to_size(log_decay.shape).to(log_decay.dtype).contiguous()
+    dq, dk, dv = (
+        t.to(like.dtype).contiguous() for t, like in zip((dq, dk, _row(dv, batch, time)), (q, k, v), strict=True)
+    )
+    return dq, dk, dv, found, rearrange(dstate, "(b g) k r v -> b (g r) k v", b=batch).contiguous()
+
+
+_causal_sum = operators.causal_sum("linear_attention_portable", _forward, _backward, _chunk)
+
+
+def _chunks(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, ids: Ids | None, strict: bool, wide: torch.dtype
+) -> chunks.Chunks:
+    """The row in chunks."""
+    batch, time, groups, _ = q.shape
+    size = _chunk(time)
+    q, k = (rearrange(_fill(x.to(wide), size), "b (n c) g k -> n (b g) c k", c=size).contiguous() for x in (q, k))
+    steps = None if log_decay is None else _steps(log_decay.to(wide), batch, time, size, groups)
+    row = before = None
     if ids is not None:
-        now, before, after = ids
-        keys = keys.masked_fill((now != after[..., None])[..., None], 0)
-        queries = queries.masked_fill((now != before[..., None])[..., None], 0)
-        same = (before == after).to(q.dtype)
-        keep = same if keep is None else keep * same
-    state = rearrange(state, "b h k v -> (b h) k v")
-    states, state = _scan(keys.transpose(-1, -2) @ v, keep, state.to(q.dtype))
-    y = y + queries @ states
-    y = rearrange(y, "(b h) n c d -> b (n c) h d", b=batch, n=chunks)[:, :time]
-    return y, rearrange(state, "(b h) k v -> b h k v", b=batch)
-
-
-def _scan(added: Tensor, keep: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
-    """States before each chunk [P, n, K, V] and after the last, from what each adds [P, n, K, V] and keeps [P, n]."""
-    states = [state]
-    # unbind, not indexing: a slice in a loop makes the backward pass quadratic.
-    kept = [None] * added.shape[1] if keep is None else keep[..., None, None].unbind(1)
-    for new, share in zip(added.unbind(1), kept, strict=True):
-        states.append(states[-1] + new if share is None else torch.addcmul(new, share, states[-1]))
-    return torch.stack(states[:-1], 1), states[-1]
+        row = torch.cat([ids.row, ids.row[:, -1:].expand(-1, -time % size)], 1)
+        row = repeat(row, "b (n c) -> n (b g) c", c=size, g=groups)
+        before = torch.cat([ids.before.repeat_interleave(groups)[None], row[:-1, :, -1]])
+    return chunks.Chunks(q, k, _values(v.to(wide), size, groups), steps, row, before, strict)
 
 
 def _fill(x: Tensor, size: int) -> Tensor:
@@ -127,33 +80,21 @@ def _fill(x: Tensor, size: int) -> Tensor:
     return pad(x, (0, 0, 0, 0, 0, -x.shape[1] % size))
 
 
-def _document_chunks(documents: Tensor, document: Tensor, size: int, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids [P, n, C], pads taken as part of the document before them; the id before and after each chunk [P, n]."""
-    # Documents are contiguous, so the latest real token's index says the id at a pad.
-    index = torch.arange(1, documents.shape[1] + 1, device=documents.device)
-    latest = torch.where(documents > 0, index, 0).cummax(1).values
-    ids = torch.cat([document[:, None].to(documents.dtype), documents], 1).gather(1, latest)
-    ids = torch.cat([ids, ids[:, -1:].expand(-1, -ids.shape[1] % size)], 1)
-    ids = rearrange(ids, "b (n c) -> b n c", c=size).repeat_interleave(heads, 0)
-    after = ids[..., -1]
-    before = torch.cat([document[:, None].to(ids.dtype).repeat_interleave(heads, 0), after[:, :-1]], 1)
-    return ids, before, after
+def _values(x: Tensor, size: int, groups: int) -> Tensor:
+    return rearrange(_fill(x, size), "b (n c) (g r) v -> n (b g) c r v", c=size, g=groups).contiguous()
 
 
-def _decay_chunks(log_decay: Tensor, documents: Tensor | None, batch: int, time: int, size: int, heads: int) -> Tensor:
-    """Log-decay of each token [P, n, C]; pads do not decay."""
-    full = log_decay.expand(batch, time, heads)
-    if documents is not None:
-        full = full.masked_fill((documents == 0)[..., None], 0)
-    full = pad(full, (0, 0, 0, -time % size))
-    return rearrange(full, "b (n c) h -> (b h) n c", c=size)
+def _row(x: Tensor, batch: int, time: int) -> Tensor:
+    return rearrange(x, "n (b g) c r v -> b (n c) (g r) v", b=batch)[:, :time]
 
 
-def _between(steps: Tensor) -> Tensor:
-    """Log-decay from token j to token i >= j of a chunk, [P, n, C] -> [P, n, C (i), C (j)].
+def _steps(log_decay: Tensor, batch: int, time: int, size: int, groups: int) -> Tensor:
+    """Log-decay of each token [n, P, r, C]; n is 1 where all chunks are alike.
 
-    Summed for each j alone: a difference of two sums from the chunk's start loses all digits behind a strong decay.
+    Bounded, because inf - inf is no number; exp is 0 from -104 on in float32 and from -746 on in float64.
     """
-    size = steps.shape[-1]
-    after = torch.ones(size, size, dtype=torch.bool, device=steps.device).tril(-1)
-    return steps[..., :, None].expand(*steps.shape, size).masked_fill(~after, 0).cumsum(-2)
+    log_decay = log_decay.clamp(min=-800)
+    if log_decay.dim() == 1 and time % size == 0:
+        return repeat(log_decay, "(g r) -> 1 (b g) r c", b=batch, c=size, g=groups)
+    full = pad(log_decay.expand(batch, time, -1), (0, 0, 0, -time % size))
+    return rearrange(full, "b (n c) (g r) -> n (b g) r c", c=size, g=groups)

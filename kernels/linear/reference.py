@@ -24,6 +24,7 @@ def linear_attention(
 
     `alone`: there is no state before the row and none is wanted after it; the definition does not care.
     """
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
     if not causal:
         return _bidirectional(q, k, v, normalise, documents), None, None
     assert kv is not None

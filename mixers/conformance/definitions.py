@@ -6,6 +6,7 @@ products are at the same time the brute-force count of the mixer's FLOPs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,25 +85,75 @@ def kernelised(features: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tens
     def definition(mixer: Any, x: Tensor) -> Tensor:
         q, k = (features(mixer, _heads(project(x), mixer.key_dim)) for project in (mixer.q, mixer.k))
         v = _heads(mixer.v(x), mixer.value_dim)
-        # The normaliser is the sum of the weights: a value of 1.
-        v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
-        state = k.new_zeros(*k.shape[:2], k.shape[3], v.shape[3])
-        states = []
-        for i in range(x.shape[1]):
-            state = state + k[:, :, i, :, None] @ v[:, :, i, None]
-            states.append(state)
-        rows = []
-        for i in range(x.shape[1]):
-            y = (q[:, :, i, None] @ (states[i] if mixer.causal else states[-1]))[:, :, 0]
-            rows.append(rearrange(y[..., :-1] / y[..., -1:], "b h v -> b (h v)"))
-        return mixer.out(_stacked(rows, x, mixer.n_heads * mixer.value_dim))
+        if mixer.normalise:
+            # The normaliser is the sum of the weights: a value of 1.
+            v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
+        y = _recurrence(q, k, v, x.new_zeros(1, mixer.n_heads, x.shape[1]), mixer.causal)
+        y = y[..., :-1] / y[..., -1:] if mixer.normalise else y * mixer.key_dim**-0.5
+        return mixer.out(rearrange(y, "b h t v -> b t (h v)"))
 
     return definition
 
 
-def elu_features(mixer: Any, x: Tensor) -> Tensor:
-    """elu(x) + 1 (Katharopoulos et al. 2020, equation 7)."""
-    return torch.where(x > 0, x + 1, x.exp())
+def retention(mixer: Any, x: Tensor) -> Tensor:
+    """Sun et al. 2023, equations 6 to 8; slopes, silu, RMSNorm and sigmoid: MiniMax 2025, section 2.2.1."""
+    q, k, v = (
+        _heads(project(x), width)
+        for project, width in ((mixer.q, mixer.key_dim), (mixer.k, mixer.key_dim), (mixer.v, mixer.value_dim))
+    )
+    if mixer.activation == "silu":
+        q, k, v = (t / (1 + torch.exp(-t)) for t in (q, k, v))
+    if mixer.rope is not None:
+        q, k = (_turned(t, mixer.rope) for t in (q, k))
+    heads = range(mixer.n_heads)
+    if mixer.decay == "slopes":
+        decay = [math.exp(-mixer.slope_scale * 2 ** (-8 * (h + 1) / mixer.n_heads)) for h in heads]
+    else:
+        decay = [1 - 2.0 ** (-5 - h) for h in heads]
+    y = _recurrence(q, k, v, torch.tensor(decay, dtype=x.dtype).log()[None, :, None].expand(1, -1, x.shape[1]))
+    y = rearrange(y, "b h t v -> b t h v") * mixer.scale
+    if mixer.norm is None:
+        y = y - y.mean(-1, keepdim=True)
+        y = (y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt()).flatten(2)
+    else:
+        y = y.flatten(2)
+        y = y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * mixer.norm.weight
+    gate = mixer.gate(x)
+    return mixer.out(y * (gate if mixer.gate_function == "swish" else 1) / (1 + torch.exp(-gate)))
+
+
+def gated_linear(mixer: Any, x: Tensor) -> Tensor:
+    """Yang et al. 2024, section 4.1, equation 3 and 4.4, with one gate a head."""
+    q, k, v = (_heads(project(x), mixer.key_dim) for project in (mixer.q, mixer.k, mixer.v))
+    gates = -torch.log(1 + torch.exp(-mixer.forget(x))) / mixer.tau
+    y = _recurrence(q, k, v, gates.transpose(1, 2)).transpose(1, 2) / mixer.key_dim**0.5
+    y = y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt() * mixer.norm.weight
+    gate = mixer.gate(x)
+    return mixer.out(y.flatten(2) * gate / (1 + torch.exp(-gate)))
+
+
+def _recurrence(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, causal: bool = True) -> Tensor:
+    """q_t S_t with S_t = exp(log_decay_t) S_{t-1} + k_t v_t^T, over [B, H, T, ..]; not causal: q_t S_T."""
+    state = k.new_zeros(*k.shape[:2], k.shape[3], v.shape[3])
+    states = []
+    for i in range(q.shape[2]):
+        state = log_decay[:, :, i, None, None].exp() * state + k[:, :, i, :, None] @ v[:, :, i, None]
+        states.append(state)
+    rows = [q[:, :, i, None] @ (states[i] if causal else states[-1]) for i in range(q.shape[2])]
+    return torch.cat(rows, 2) if rows else v
+
+
+def linear_features(mixer: Any, x: Tensor) -> Tensor:
+    """elu(x) + 1 (Katharopoulos et al. 2020, equation 7), relu, or Hedgehog's two softmaxes (Zhang et al. 2024)."""
+    match mixer.feature_map:
+        case "elu":
+            return torch.where(x > 0, x + 1, x.exp())
+        case "relu":
+            return torch.where(x > 0, x, 0)
+        case "softmax_pair":
+            pair = (x.exp() / x.exp().sum(-1, keepdim=True), (-x).exp() / (-x).exp().sum(-1, keepdim=True))
+            return torch.cat(pair, -1)
+    return x
 
 
 def taylor_features(mixer: Any, x: Tensor) -> Tensor:
@@ -110,6 +161,59 @@ def taylor_features(mixer: Any, x: Tensor) -> Tensor:
     x = x * mixer.scale**0.5
     pairs = [x[..., i, None] * x * 0.5**0.5 for i in range(x.shape[-1])]
     return torch.cat([torch.ones_like(x[..., :1]), x, *pairs], -1)
+
+
+def selective(mixer: Any, x: Tensor) -> Tensor:
+    """Mamba: Gu and Dao 2023, algorithm 2 and figure 3; the norms inside: Lieber et al. 2024, section 6.4."""
+    x, gate = mixer.in_proj(x).chunk(2, -1)
+    x = _convolved(mixer.conv1d, x)
+    dt, b, c = mixer.x_proj(x).split([mixer.dt_rank, mixer.d_state, mixer.d_state], -1)
+    if mixer.inner_norm:
+        dt, b, c = _rms(mixer.dt_layernorm, dt), _rms(mixer.b_layernorm, b), _rms(mixer.c_layernorm, c)
+    dt = (1 + mixer.dt_proj(dt).exp()).log()
+    state = x.new_zeros(len(x), *mixer.A_log.shape)
+    rows = []
+    for i in range(x.shape[1]):
+        state = (-dt[:, i, :, None] * mixer.A_log.exp()).exp() * state + (dt * x)[:, i, :, None] @ b[:, i, None]
+        rows.append((state @ c[:, i, :, None])[..., 0] + mixer.D * x[:, i])
+    return mixer.out_proj(_stacked(rows, x, x.shape[2]) * gate * gate.sigmoid())
+
+
+def heads_of_states(mixer: Any, x: Tensor) -> Tensor:
+    """Mamba-2: Dao and Gu 2024, listing 1 as a recurrence, and figure 6."""
+    inner, shared = mixer.n_heads * mixer.head_dim, mixer.n_groups * mixer.d_state
+    gate, x, dt = mixer.in_proj(x).split([inner, inner + 2 * shared, mixer.n_heads], -1)
+    x, b, c = _convolved(mixer.conv1d, x).split([inner, shared, shared], -1)
+    x = _heads(x, mixer.head_dim)
+    # Head h reads group h // (H / G).
+    share = mixer.n_heads // mixer.n_groups
+    b, c = (repeat(_heads(t, mixer.d_state), "b g t n -> b (g k) t n", k=share) for t in (b, c))
+    dt = (1 + (dt + mixer.dt_bias).exp()).log().clamp(min=mixer.dt_floor).transpose(1, 2)[..., None]
+    state = x.new_zeros(*x.shape[:2], mixer.head_dim, mixer.d_state)
+    rows = []
+    for i in range(x.shape[2]):
+        decay = (-dt[:, :, i, None] * mixer.A_log.exp()[:, None, None]).exp()
+        state = decay * state + (dt * x)[:, :, i, :, None] @ b[:, :, i, None]
+        y = (state @ c[:, :, i, :, None])[..., 0] + mixer.D[:, None] * x[:, :, i]
+        rows.append(rearrange(y, "b h p -> b (h p)"))
+    y, gate = _stacked(rows, x, inner), gate * gate.sigmoid()
+    if mixer.norm is None:
+        return mixer.out_proj(y * gate)
+    y = y if mixer.norm.before_gate else y * gate
+    parts = y.unflatten(-1, (mixer.n_groups, -1))
+    y = (parts / (parts.square().mean(-1, keepdim=True) + 1e-5).sqrt()).flatten(-2) * mixer.norm.weight
+    return mixer.out_proj(y * gate if mixer.norm.before_gate else y)
+
+
+def _convolved(conv: Any, x: Tensor) -> Tensor:
+    """silu of a causal depthwise convolution, over the taps that lie inside of the row."""
+    rows = []
+    for i in range(x.shape[1]):
+        taps = min(i + 1, conv.kernel_size[0])
+        y = x[:, i + 1 - taps : i + 1].transpose(1, 2)[..., None, :] @ conv.weight[:, 0, -taps:, None]
+        y = y[..., 0, 0] if conv.bias is None else y[..., 0, 0] + conv.bias
+        rows.append(y * y.sigmoid())
+    return _stacked(rows, x, x.shape[2])
 
 
 def _visible(i: int, j: int, causal: bool, window: int | None) -> bool:
@@ -190,11 +294,41 @@ def _linear(features: Callable[[Any, Tensor], Tensor], options: dict[str, Any], 
     )
 
 
+_MAMBA = dict(d_state=3, d_conv=2, expand=3, dt_min=0.01, dt_max=0.05, conv_bias=False, bias=True)
+
 _BUILT_IN = {
     "mha": _softmax({}, {"position": "alibi"}, growth=2),
     "gqa": _softmax({"n_kv_heads": 2}, {"n_kv_heads": 1}, growth=2),
     "mqa": _softmax({}, {}, growth=2),
     "window": _softmax({"window": 5}, {"window": 3, "n_kv_heads": 2, "position": "alibi"}, growth=1),
-    "linear": _linear(elu_features, {}),
+    "linear": _linear(linear_features, {}, feature_map="softmax_pair"),
+    "retention": Conformance(
+        options={"n_heads": 2, "decay": "slopes"},
+        alternatives={
+            "n_heads": 4, "expand": 1, "decay": "retention", "slope_scale": 3.0, "position": "none", "rope_base": 7.0,
+            "activation": "silu", "norm": "rms", "gate": "sigmoid", "scale": 2.0, "bias": True,
+        },
+        reference=retention,
+        growth=1,
+    ),
+    "gated_linear": Conformance(
+        options={"n_heads": 2},
+        alternatives={"n_heads": 4, "tau": 2.0, "bias": True},
+        reference=gated_linear,
+        growth=1,
+    ),
     "based": _linear(taylor_features, {"feature_dim": 3}, feature_dim=2, scale=2.0),
+    "mamba": Conformance(
+        options={"d_state": 4, "dt_max": 1.0},
+        alternatives=_MAMBA | {"dt_rank": 2, "inner_norm": True},
+        reference=selective,
+        growth=1,
+    ),
+    "mamba2": Conformance(
+        options={"d_state": 4, "head_dim": 4, "n_heads": None, "dt_max": 1.0},
+        alternatives=_MAMBA
+        | {"head_dim": 8, "n_heads": 6, "n_groups": 4, "dt_floor": 0.2, "a_min": 8.0, "a_max": 2.0, "norm": "none"},
+        reference=heads_of_states,
+        growth=1,
+    ),
 }

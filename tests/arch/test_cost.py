@@ -26,9 +26,14 @@ def build(layout, **options):
     return LanguageModel(layout, vocabulary=V, d_model=D, mixers=MIXERS, **options)
 
 
+# Their layouts name indices of the published depth: the shortest stack that has room for them.
+FIXED_DEPTH = ("hymba", "mamba2_hybrid", "nemotron_h", "zamba2")
+
+
 def preset(stack):
     """A published stack at a small size; its window is shorter than the rows of these tests."""
-    small = ["model.d_model=32", "model.n_layers=8", "task.vocabulary=22", "task.kv=[1]", "task.test_kv=[1]"]
+    depth = f"model.n_layers={'null' if stack in FIXED_DEPTH else 8}"
+    small = ["model.d_model=32", depth, "task.vocabulary=22", "task.kv=[1]", "task.test_kv=[1]"]
     heads = [f"model.mixers.{mixer}.n_heads=4" for mixer in ("mha", "gqa", "mqa", "window", "linear")]
     return config.plan(cli.composed("train", [f"stack={stack}", *small, *heads, "model.mixers.window.window=5"]))
 
@@ -42,10 +47,13 @@ def multiply_adds(model, length):
                 if block.mixing.convolution is not None:
                     count += sum(1 for tap in range(4) if i - tap >= 0) * D
                 for mixer in block.mixing.mixers:
-                    count += sum(p.in_features * p.out_features for p in (mixer.q, mixer.k, mixer.v, mixer.out))
+                    if hasattr(mixer, "A_log"):
+                        count += state_space(mixer, i)
+                        continue
+                    count += sum(m.in_features * m.out_features for m in mixer.modules() if isinstance(m, nn.Linear))
                     if hasattr(mixer, "feature_dim"):
                         # S += k v^T, q S, and the normaliser as one more value.
-                        count += 2 * mixer.n_heads * mixer.feature_dim * (mixer.value_dim + 1)
+                        count += 2 * mixer.n_heads * mixer.feature_dim * (mixer.value_dim + mixer.normalise)
                     else:
                         seen = sum(
                             1
@@ -61,13 +69,26 @@ def multiply_adds(model, length):
     return count
 
 
+def state_space(mixer, i):
+    """Token i of Mamba or Mamba-2: projections, taps inside of the row, h += dt x b^T, h c."""
+    count = sum(p.in_features * p.out_features for p in mixer.modules() if isinstance(p, nn.Linear))
+    count += sum(1 for tap in range(mixer.conv1d.kernel_size[0]) if i - tap >= 0) * mixer.conv1d.in_channels
+    heads = mixer.D.numel()
+    return count + heads * 2 * getattr(mixer, "head_dim", 1) * mixer.d_state
+
+
 def floats(state):
     """Bytes of the live tensors that remember tokens."""
     return sum(t.numel() * t.element_size() for t in state.tensors.values() if t.is_floating_point())
 
 
 @pytest.mark.parametrize(
-    "layout", ["mha", "gqa", "mqa", "window", "linear", "based", "mha + linear|window", "gqa@a + mlp + gqa@a"]
+    "layout",
+    [
+        *("mha", "gqa", "mqa", "window", "linear", "based", "retention", "gated_linear"),
+        "mamba + mamba2",
+        *("mha + linear|window", "gqa@a + mlp + gqa@a"),
+    ],
 )
 @pytest.mark.parametrize("length", [1, 4, 17])
 @pytest.mark.parametrize("options", [{}, dict(convolution=4, mlp="gelu")], ids=["plain", "convolution"])
@@ -122,7 +143,10 @@ def test_core_growth():
     assert core["linear", 128] / core["linear", 64] == 2
 
 
-@pytest.mark.parametrize("layout", ["mha", "window", "linear|based", "mha@a + window + mha@a"])
+@pytest.mark.parametrize(
+    "layout",
+    ["mha", "window", "linear|based", "retention|gated_linear", "mha@a + window + mha@a", "mamba|mamba2"],
+)
 @pytest.mark.parametrize("length", [1, 4, 17])
 def test_state_bytes_equal_live_tensors(layout, length):
     model = build(layout, convolution=4)
@@ -176,6 +200,7 @@ TRAINED = [
     ("window + linear|based", dict(convolution=4, sandwich=True, tied=False)),
     ("gqa@a + mlp + gqa@a", dict(position="learned", dropout=0.1, mlp="gelu", norm="layernorm", bias=True)),
     ("linear", dict(position="sinusoidal", logit_softcap=5.0)),
+    ("mamba + mamba2", {}),
 ]
 
 
@@ -187,7 +212,7 @@ def test_activation_bytes_equal_what_autograd_saves(layout, options, length):
 
 
 # Python numbers in products: based scales and divides queries and keys, the softcap logits.
-NUMBERS = [(*case, numbers) for case, numbers in zip(TRAINED, (0, 4, 0, 2), strict=True)]
+NUMBERS = [(*case, numbers) for case, numbers in zip(TRAINED, (0, 4, 0, 2, 0), strict=True)]
 
 
 @pytest.mark.parametrize(("layout", "options", "numbers"), NUMBERS)

@@ -1,5 +1,5 @@
 """Parameters of published models, built on meta from their configurations: ours, those of `transformers`, and the
-published count where it is printed somewhere.
+published count where it is printed somewhere (None: it is not).
 
 Each row is the public `config.json` of the model, in the words of `transformers` and in ours.
 """
@@ -55,6 +55,33 @@ PUBLISHED = {
              {"gqa": {"n_heads": 16, "n_kv_heads": 4}, "nope": {"mixer": "gqa", "position": "none"}}, tied=True),
         3_075_098_624,
     ),
+    # Without its fixed multipliers, which are no parameters.
+    "Falcon-H1-7B": (
+        "FalconH1",
+        decoder(3072, 44, 12_288, 12, 2, head_dim=128, vocab_size=130_049, mamba_d_ssm=3072, mamba_n_heads=24,
+                mamba_d_state=256, mamba_n_groups=1, mamba_expand=2),
+        ours("gqa|mamba2", 130_049, 3072, 44, 12_288,
+             {"gqa": {"n_heads": 12, "n_kv_heads": 2, "head_dim": 128},
+              "mamba2": {"n_heads": 24, "head_dim": 128, "d_state": 256, "norm": "none"}}), None,
+    ),
+    "Nemotron-H-8B": (
+        "NemotronH",
+        dict(vocab_size=131_072, hidden_size=4096, intermediate_size=21_504, num_attention_heads=32, head_dim=128,
+             num_key_value_heads=8, mamba_num_heads=128, mamba_head_dim=64, n_groups=8, ssm_state_size=128,
+             hybrid_override_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"),
+        ours("mamba2 + mlp with gqa at 7 18 29 40", 131_072, 4096, 52, 21_504,
+             {"gqa": {"n_heads": 32, "n_kv_heads": 8, "position": "none"},
+              "mamba2": {"n_heads": 128, "head_dim": 64, "n_groups": 8, "d_state": 128}}, mlp="relu2"), None,
+    ),
+    "Jamba, all MLPs dense": (
+        "Jamba", decoder(4096, 32, 14_336, 32, 8, vocab_size=65_536, num_experts=1),
+        ours("4*mamba + gqa + 3*mamba", 65_536, 4096, 32, 14_336,
+             {"gqa": {"n_heads": 32, "n_kv_heads": 8, "position": "none"}, "mamba": {"inner_norm": True}}), None,
+    ),
+    "mamba-130m": (
+        "Mamba", dict(vocab_size=50_280, hidden_size=768, num_hidden_layers=24, state_size=16),
+        ours("mamba", 50_280, 768, 24, None, {}, mlp="none", tied=True), 129_135_360,
+    ),
     "gpt2": (
         "GPT2", dict(vocab_size=50_257, n_positions=1024, n_embd=768, n_layer=12, n_head=12),
         ours("mha", 50_257, 768, 12, 3072, {"mha": {"n_heads": 12, "bias": True, "position": "none"}}, **GPT2,
@@ -75,7 +102,8 @@ def test_parameters_equal_transformers_and_the_published_count(name):
         their_config = getattr(transformers, f"{family}Config")(**theirs)
         reference = transformers.AutoModelForCausalLM.from_config(their_config)
         model = LanguageModel(**options)
-    assert measure(model, 1).parameters == parameters(reference) == published
+    assert measure(model, 1).parameters == parameters(reference)
+    assert published is None or published == parameters(reference)
 
 
 def test_caches_of_long_contexts_by_hand():

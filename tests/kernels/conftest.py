@@ -22,7 +22,7 @@ def small_tiles(monkeypatch):
 @pytest.fixture
 def fences(monkeypatch):
     """Outputs are full of NaN and fenced by it: what is not written shows, and so does what is written outside."""
-    from kernels.attention import triton_places, triton_run
+    from kernels import triton_aot
 
     fenced = []
 
@@ -34,8 +34,9 @@ def fences(monkeypatch):
         fenced.append(memory)
         return memory[FENCE : FENCE + count].view(shape)
 
-    monkeypatch.setattr(triton_run, "empty", empty)
-    monkeypatch.setattr(triton_places, "empty", empty)
+    for module in triton_aot.modules():
+        if hasattr(module, "empty"):
+            monkeypatch.setattr(module, "empty", empty)
     yield
     for memory in fenced:
         for fence in (memory[:FENCE], memory[-FENCE:]):

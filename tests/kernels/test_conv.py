@@ -47,6 +47,58 @@ def test_equals_sum_over_taps(implementation, width, packed):
     assert torch.allclose(got[real], expected[real], atol=1e-12)
 
 
+def results(implementation, x, weight, bias, tail, ids, tail_ids):
+    """y and all gradients."""
+    leaves = [t.clone().requires_grad_() for t in (x, weight, bias, tail)]
+    places = {} if ids is None else dict(documents=ids, tail_documents=tail_ids)
+    with backend.using(implementation):
+        y = causal_conv(*leaves[:3], tail=leaves[3], **places)
+    torch.manual_seed(0)
+    return [y, *torch.autograd.grad(y, leaves, torch.randn_like(y), materialize_grads=True)]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("time", "before"), [(0, 2), (1, 0), (1, 2), (1, 4), (2, 1), (3, 4), (6, 0), (6, 3)])
+def test_gradients_match_definition(time, before, packed):
+    """Five taps: pieces shorter than that, with tails as short."""
+    torch.manual_seed(time)
+    x, weight, bias, tail = (torch.randn(s).double() for s in ((2, time, 3), (5, 3), (3,), (2, before, 3)))
+    tail_ids = torch.tensor([[7, 7, 1, 1], [0, 0, 0, 3]])[:, 4 - before :]
+    places = (IDS[:, :time], tail_ids) if packed else (None, None)
+    right = results("reference", x, weight, bias, tail, *places)
+    for got, wanted in zip(results("portable", x, weight, bias, tail, *places), right, strict=True):
+        assert torch.allclose(got, wanted, atol=1e-12)
+
+
+@pytest.mark.parametrize("time", [1, 6])
+def test_what_another_document_holds_does_not_matter_even_if_it_is_no_number(time):
+    tail = torch.full((1, 3, 2), float("nan"))
+    ids = torch.full((1, time), 2)
+    x, weight = torch.randn(1, time, 2, requires_grad=True), torch.randn(4, 2, requires_grad=True)
+    y = causal_conv(x, weight, tail=tail, documents=ids, tail_documents=ids.new_ones(1, 3))
+    assert torch.allclose(y, causal_conv(x, weight), atol=1e-6)
+    assert all(g.isfinite().all() for g in torch.autograd.grad(y.sum(), (x, weight)))
+
+
+def test_strides_of_input_and_gradient_do_not_matter():
+    x, dy = (torch.randn(2, 3, 6).double().transpose(1, 2) for _ in range(2))
+    weight = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    found = []
+    for convert in (lambda t: t, torch.Tensor.contiguous):
+        leaf = convert(x).requires_grad_()
+        found.append(torch.autograd.grad(causal_conv(leaf, weight), (leaf, weight), convert(dy)))
+    assert all(torch.allclose(strided, dense) for strided, dense in zip(*found, strict=True))
+
+
+def test_sums_are_wide_and_the_result_has_the_dtype_of_x():
+    """1 + 256 ones: in bfloat16, each added to the sum so far, they would stay 256."""
+    x = torch.ones(1, 257, 1, dtype=torch.bfloat16)
+    y = causal_conv(x, torch.ones(257, 1))
+    assert y.dtype == torch.bfloat16 and y[0, -1, 0] == torch.tensor(257.0).bfloat16()
+    x = torch.ones(1, 300, 1, dtype=torch.bfloat16)
+    assert causal_conv(x, torch.ones(300, 1))[0, -1, 0] == 300
+
+
 def test_last_tap_is_the_present_token():
     x = torch.tensor([[[1.0], [10.0], [100.0]]])
     assert causal_conv(x, torch.tensor([[2.0], [1.0]])).flatten().tolist() == [1, 12, 120]
@@ -81,3 +133,10 @@ def test_bad_input_is_named():
         causal_conv(x, torch.zeros(4, 2))
     with pytest.raises(ValueError, match="tail must have shape"):
         causal_conv(x, torch.zeros(4, 3), tail=torch.zeros(1, 4, 3))
+    with pytest.raises(ValueError, match=r"bias must be \[3\] for x \[1, 4, 3\]; got \[1\]"):
+        causal_conv(x, torch.zeros(4, 3), torch.zeros(1))
+    ids = torch.ones(1, 4)
+    with pytest.raises(ValueError, match=r"documents must have shape \[1, 4\]; got \[1, 3\]"):
+        causal_conv(x, torch.zeros(4, 3), documents=ids[:, :3])
+    with pytest.raises(ValueError, match=r"needs `tail_documents` \[1, 2\]; got None"):
+        causal_conv(x, torch.zeros(4, 3), tail=x[:, :2], documents=ids)

@@ -69,6 +69,17 @@ def test_equals_sum_over_pairs(implementation, small_chunks, packed, normalise, 
     assert (kv is None) == (kind == "bidirectional") and (z is not None) == (normalise and kind != "bidirectional")
 
 
+@pytest.mark.parametrize("kind", ["causal", "bidirectional", "fixed decay"])
+def test_grouped_keys_equal_repeated_ones(implementation, small_chunks, kind):
+    q, k, v = inputs(time=12, heads=6)
+    log_decay = -torch.rand(6).double() if kind == "fixed decay" else None
+    options = dict(log_decay=log_decay, causal=kind != "bidirectional", normalise=False)
+    repeated = [x[:, :, :2].repeat_interleave(3, 2) for x in (q, k)]
+    expected = linear_attention(*repeated, v, **options)
+    got = linear_attention(q[:, :, :2], k[:, :, :2], v, **options)
+    assert all(a is b is None or torch.allclose(a, b, atol=1e-12) for a, b in zip(got, expected, strict=True))
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("cuts", [[0, 5, 11], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [0, 0, 9, 11]], ids=str)
 def test_state_carries_over_any_cut(implementation, small_chunks, packed, cuts):
@@ -109,6 +120,29 @@ def test_gradients_pass_through_state_in_and_out(implementation, small_chunks):
         return linear_attention(q, k, v, kv=kv, z=z, log_decay=log_decay, documents=ids, document=document)
 
     assert torch.autograd.gradcheck(run, (q, k, v, kv, z, log_decay))
+
+
+@pytest.mark.parametrize("decay", [None, "head", "token"])
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_equal_those_of_the_recurrence(small_chunks, decay, normalise, packed):
+    """Two heads a group, V + 1 columns, rows that are and are not whole chunks."""
+    for time in (8, 11):
+        q, k, v = (t.detach() for t in inputs(time=time, heads=4))
+        log_decay = {None: None, "head": -torch.rand(4).double(), "token": -torch.rand(2, time, 4).double()}[decay]
+        state = torch.rand(2, 4, 5, 4).double(), torch.rand(2, 4, 5).double() if normalise else None
+        tensors = [t.requires_grad_() for t in (q[:, :, :2], k[:, :, :2], v, *state, log_decay) if t is not None]
+        part = dict(documents=IDS[:, :time], document=torch.tensor([1, 2])) if packed else {}
+
+        def gradients(name, time=time, state=state, tensors=tensors, log_decay=log_decay, part=part):
+            options = dict(normalise=normalise, kv=state[0], z=state[1], log_decay=log_decay, **part)
+            with backend.using(name):
+                outputs = [t for t in linear_attention(*tensors[:3], **options) if t is not None]
+            torch.manual_seed(0)
+            return torch.autograd.grad(outputs, tensors, [torch.randn_like(t) for t in outputs])
+
+        for got, expected in zip(gradients("portable"), gradients("reference"), strict=True):
+            assert torch.allclose(got, expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("time", [1, 63, 64, 65, 127, 1025])
@@ -177,7 +211,8 @@ def test_flops_are_the_multiply_adds_of_the_recurrence(normalise):
     [
         (dict(causal=False, log_decay=torch.zeros(3).double()), "causal=False has no decay"),
         (dict(kv=torch.zeros(2, 3, 4, 4)), r"kv must have shape \[2, 3, 5, 4\]"),
-        (dict(kv=torch.zeros(2, 3, 5, 4), documents=IDS), "needs `document`"),
+        (dict(kv=torch.zeros(2, 3, 5, 4)), "kv must be of dtype torch.float64 or wider .* got torch.float32"),
+        (dict(kv=torch.zeros(2, 3, 5, 4).double(), documents=IDS), "needs `document`"),
         (dict(log_decay=torch.zeros(2)), "log_decay must have shape"),
     ],
     ids=lambda part: None if isinstance(part, dict) else part[:12],
@@ -185,3 +220,9 @@ def test_flops_are_the_multiply_adds_of_the_recurrence(normalise):
 def test_bad_input_is_named(change, message):
     with pytest.raises(ValueError, match=message):
         linear_attention(*inputs(), **change)
+
+
+def test_groups_must_divide_heads():
+    q, k, v = inputs()
+    with pytest.raises(ValueError, match="H=3 heads of v must be a multiple of G=2 groups of q and k"):
+        linear_attention(q[:, :, :2], k[:, :, :2], v)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kernels import bench_gpu, record
+from kernels import bench_gpu, bench_gpu_state, record
 
 
 def test_only_what_stands_between_the_marks_changes(tmp_path):
@@ -34,3 +34,13 @@ def test_work_of_a_benchmark_by_hand():
     assert moved == 2 * 64 * 16 * (2 * 32 + 2 * 8 * 1000)
     flops, _ = bench_gpu.Problem("backward", 64, 16_384, 16_384, backward=True).work()
     assert flops == 2.5 * 32 * (16_384 * 16_385 // 2) * 4 * 64
+
+
+def test_work_of_a_scan_and_a_convolution_by_hand():
+    """16,384 tokens, 2048 channels: 16 states updated and read, with 8 bytes of x, y and the step; 4 taps, 4 bytes."""
+    found = {p.what: p.work() for p in bench_gpu_state.problems() if p.time == 4096 and p.who == "this project"}
+    tokens = 16_384 * 2048
+    assert found["scan, N 16, forward"] == (tokens * 2 * 2 * 16, tokens * 8)
+    assert found["scan, N 16, backward"] == (2 * tokens * 2 * 2 * 16, 2 * tokens * 8)
+    # Three tokens of each of the four rows have fewer taps.
+    assert found["convolution, W 4, forward"] == (2 * (4 * tokens - 4 * 2048 * (3 + 2 + 1)), tokens * 4)

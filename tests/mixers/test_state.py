@@ -67,6 +67,8 @@ def test_positions_count_per_document_and_go_on_from_the_state():
         ("window", dict(window=8), lambda n: 2 * min(n, 8) * 64),
         ("linear", dict(n_heads=2), lambda n: 2 * 32 * 33),
         ("based", dict(n_heads=2, feature_dim=4), lambda n: 2 * 21 * 33),
+        ("mamba", {}, lambda n: 128 * 16 + 3 * 128),
+        ("mamba2", dict(n_groups=2), lambda n: 2 * 64 * 128 + 3 * (128 + 2 * 2 * 128)),
     ],
 )
 @pytest.mark.parametrize("length", [0, 5, 8, 21])

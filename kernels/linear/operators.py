@@ -1,0 +1,108 @@
+"""A causal sum as a PyTorch operator: one node for autograd and `torch.compile`, with shapes for tracing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kernels.linear.frame import Ids
+
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+class Forward(Protocol):
+    """y [B, T, H, V], the state after the last token [B, H, K, V] and those before each chunk [n, B G, K, H / G, V]."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, state: Tensor, ids: Ids | None, strict: bool
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+class Backward(Protocol):
+    """Gradients of q, k, v, log_decay (None where not wanted) and the state."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, states: Tensor, ids: Ids | None, strict: bool,
+        dy: Tensor, dstate: Tensor, decay: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]: ...  # fmt: skip
+
+
+def causal_sum(name: str, forward: Forward, backward: Backward, chunk: Callable[[int], int]) -> Callable[..., Any]:
+    """The operator `mixerlab::name`; called as `frame.CausalSum`.
+
+    Args:
+        chunk: tokens a chunk of rows of a length.
+    """
+
+    @torch.library.custom_op(f"mixerlab::{name}", mutates_args=())
+    def run(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor | None,
+        state: Tensor,
+        row: Tensor | None,
+        before: Tensor | None,
+        strict: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return forward(q, k, v, log_decay, state, _ids(row, before), strict)
+
+    @run.register_fake
+    def _(
+        q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, state: Tensor, *options: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        batch, time, groups, width = q.shape
+        share, chunks = v.shape[2] // groups, -(-time // chunk(time))
+        states = state.new_empty(chunks, batch * groups, width, share, v.shape[3])
+        return v.new_empty(v.shape, dtype=state.dtype), state.new_empty(state.shape), states
+
+    @torch.library.custom_op(f"mixerlab::{name}_backward", mutates_args=())
+    def back(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor | None,
+        states: Tensor,
+        row: Tensor | None,
+        before: Tensor | None,
+        strict: bool,
+        dy: Tensor,
+        dstate: Tensor,
+        decay: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        dq, dk, dv, found, dstate = backward(q, k, v, log_decay, states, _ids(row, before), strict, dy, dstate, decay)
+        return dq, dk, dv, states.new_empty(0) if found is None else found, dstate
+
+    @back.register_fake
+    def _(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, states: Tensor, *options: Any) -> Gradients:
+        dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
+        dstate, decay = options[-2:]
+        empty = states.new_empty(0) if log_decay is None or not decay else log_decay.new_empty(log_decay.shape)
+        return dq, dk, dv, empty, dstate.new_empty(dstate.shape)
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        q, k, v, log_decay, _, row, before, ctx.strict = inputs
+        ctx.save_for_backward(q, k, v, log_decay, output[2], row, before)
+
+    def differentiate(ctx: Any, dy: Tensor, dstate: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        decay = ctx.needs_input_grad[3]
+        *grads, found, dstate = back(*ctx.saved_tensors, ctx.strict, dy, dstate, decay)
+        return *grads, found if decay else None, dstate, None, None, None
+
+    run.register_autograd(differentiate, setup_context=keep)
+
+    def call(
+        q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, state: Tensor, ids: Ids | None, strict: bool
+    ) -> tuple[Tensor, Tensor]:
+        row, before = (None, None) if ids is None else (ids.row, ids.before)
+        y, state, _ = run(q, k, v, log_decay, state, row, before, strict)
+        return y, state
+
+    return call
+
+
+def _ids(row: Tensor | None, before: Tensor | None) -> Ids | None:
+    return None if row is None or before is None else Ids(row, before)
