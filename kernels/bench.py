@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
+from kernels import backend
+from kernels.additive.op import additive_attention
 from kernels.attention.op import attention
 
 Call = Callable[[], Any]
@@ -144,6 +147,24 @@ def window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attention(q, k, v, window=256)
 
 
+def additive(length: int) -> list[Tensor]:
+    """q, k, v [1, length, H, K] and the weight [H, K]."""
+    return [*heads(length), (torch.randn(4, 64) / 8).requires_grad_()]
+
+
+def broadcast(*inputs: Tensor) -> Tensor:
+    """Additive attention over all pairs and channels at once."""
+    with backend.using("reference"):
+        return additive_attention(*inputs)
+
+
+def additive_rows() -> Iterator[Row]:
+    """Additive attention; B 1, H 4, A 64, causal."""
+    inputs, name = additive(512), "full broadcasting"
+    yield Row("additive forward, T 512", name, forward(additive_attention, inputs), forward(broadcast, inputs), 6)
+    yield Row("additive forward + backward", name, both(additive_attention, inputs), both(broadcast, inputs), 4)
+
+
 def growth(function: Callable[..., Tensor], rounds: int) -> tuple[float, float]:
     """Exponents of CPU time and memory of a forward and backward pass, from T 2048 to 8192."""
     calls = [both(function, heads(length)) for length in (2048, 8192)]
@@ -165,12 +186,14 @@ def rounds_asked(description: str) -> int:
 def main() -> None:
     """The command line."""
     rounds = rounds_asked(__doc__ or "")
-    for line in measure(attention_rows(), rounds):
+    for line in measure(chain(attention_rows(), additive_rows()), rounds):
         print(line, flush=True)
     print("\nForward + backward from T 2048 to 8192: exponents of time and memory (asked of windows: at most 1.3)")
     for name, function in (("window 256", window), ("mha", attention)):
         time_growth, memory_growth = growth(function, rounds)
         print(f"{name}: {time_growth:.2f}, {memory_growth:.2f}", flush=True)
+    held = peak_bytes(both(additive_attention, additive(2048))) / 2**20
+    print(f"additive forward + backward, T 2048: {held:.0f} MB (asked: under 2000; all pairs at once: about 12,700)")
 
 
 if __name__ == "__main__":

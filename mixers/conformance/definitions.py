@@ -14,6 +14,7 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor
 
+from kernels import flops
 from mixers import registry
 from mixers.base import Mixer
 from mixers.rope_scaling import LongRope
@@ -75,6 +76,23 @@ def attention(mixer: Any, x: Tensor) -> Tensor:
             total = total + mixer.sinks.exp()[:, None, None]
         weights = scores.exp() / total
         rows.append(rearrange(weights @ v[:, :, seen], "b h 1 v -> b (h v)"))
+    return mixer.out(_stacked(rows, x, mixer.n_heads * mixer.head_dim))
+
+
+def additive(mixer: Any, x: Tensor) -> Tensor:
+    """Additive attention: Bahdanau et al. 2014, section 3.1 and appendix A.1.2."""
+    q, k = (_heads(project(x), mixer.attention_dim) for project in (mixer.q, mixer.k))
+    v = _heads(mixer.v(x), mixer.head_dim)
+    bias = 0 if mixer.bias is None else mixer.bias[:, None]
+    rows = []
+    for i in range(x.shape[1]):
+        seen = [j for j in range(x.shape[1]) if _visible(i, j, mixer.causal, mixer.window)]
+        hidden = torch.tanh(q[:, :, i, None] + k[:, :, seen] + bias)
+        if count := flops.counter():
+            # Products do not show an add and a tanh a channel of each pair.
+            count.record("add, tanh", 2 * hidden.numel())
+        weights = (hidden @ mixer.score[:, :, None]).softmax(2)
+        rows.append(rearrange(weights.transpose(2, 3) @ v[:, :, seen], "b h 1 v -> b (h v)"))
     return mixer.out(_stacked(rows, x, mixer.n_heads * mixer.head_dim))
 
 
@@ -197,4 +215,11 @@ _BUILT_IN = {
     "window": _softmax({"window": 5}, {"window": 3, "n_kv_heads": 2, "position": "alibi"}, growth=1),
     "linear": _linear(elu_features, {}),
     "based": _linear(taylor_features, {"feature_dim": 3}, feature_dim=2, scale=2.0),
+    "additive": Conformance(
+        options={"n_heads": 4},
+        alternatives={"n_heads": 2, "attention_dim": 3, "window": 5, "causal": False, "bias": False},
+        reference=additive,
+        growth=2,
+        unordered={"causal": False},
+    ),
 }

@@ -18,7 +18,12 @@ from kernels.flops import FlopCounter
 from mixers import registry
 from mixers.base import Mixer, Packing
 
-MIXERS = {"window": {"window": 5}, "gqa": {"n_heads": 4, "n_kv_heads": 2}, "based": {"feature_dim": 3}}
+MIXERS = {
+    "window": {"window": 5},
+    "additive": {"attention_dim": 3},
+    "gqa": {"n_heads": 4, "n_kv_heads": 2},
+    "based": {"feature_dim": 3},
+}
 D, V = 16, 11
 
 
@@ -52,7 +57,9 @@ def multiply_adds(model, length):
                             for j in range(length)
                             if (j <= i or not mixer.causal) and (mixer.window is None or abs(i - j) < mixer.window)
                         )
-                        count += mixer.n_heads * seen * 2 * mixer.head_dim
+                        # A multiply-add a channel; additive attention: half of one for its add, half for its tanh.
+                        inner = 2 * mixer.attention_dim if hasattr(mixer, "attention_dim") else mixer.head_dim
+                        count += mixer.n_heads * seen * (inner + mixer.head_dim)
             if block.mlp is not None:
                 count += sum(
                     m.in_features * m.out_features for m in block.mlp.mlp.modules() if isinstance(m, nn.Linear)
@@ -67,7 +74,8 @@ def floats(state):
 
 
 @pytest.mark.parametrize(
-    "layout", ["mha", "gqa", "mqa", "window", "linear", "based", "mha + linear|window", "gqa@a + mlp + gqa@a"]
+    "layout",
+    ["mha", "gqa", "mqa", "window", "linear", "based", "additive", "mha + linear|window", "gqa@a + mlp + gqa@a"],
 )
 @pytest.mark.parametrize("length", [1, 4, 17])
 @pytest.mark.parametrize("options", [{}, dict(convolution=4, mlp="gelu")], ids=["plain", "convolution"])
@@ -99,7 +107,7 @@ def test_flops_and_state_of_every_preset(stack):
         assert (cost.bf16_state_bytes if narrow else cost.state_bytes) == floats(state) > 0
 
 
-@pytest.mark.parametrize("name", ["mha", "window", "linear", "based"])
+@pytest.mark.parametrize("name", ["mha", "window", "linear", "based", "additive"])
 def test_bidirectional_flops_equal_brute_force(name):
     model = LanguageModel(name, vocabulary=V, d_model=D, mixers={name: {"causal": False} | MIXERS.get(name, {})})
     cost = measure(model, 9)
@@ -122,7 +130,7 @@ def test_core_growth():
     assert core["linear", 128] / core["linear", 64] == 2
 
 
-@pytest.mark.parametrize("layout", ["mha", "window", "linear|based", "mha@a + window + mha@a"])
+@pytest.mark.parametrize("layout", ["mha", "window", "linear|based", "mha@a + window + mha@a", "additive"])
 @pytest.mark.parametrize("length", [1, 4, 17])
 def test_state_bytes_equal_live_tensors(layout, length):
     model = build(layout, convolution=4)
@@ -176,6 +184,7 @@ TRAINED = [
     ("window + linear|based", dict(convolution=4, sandwich=True, tied=False)),
     ("gqa@a + mlp + gqa@a", dict(position="learned", dropout=0.1, mlp="gelu", norm="layernorm", bias=True)),
     ("linear", dict(position="sinusoidal", logit_softcap=5.0)),
+    ("additive", {}),
 ]
 
 
@@ -187,7 +196,7 @@ def test_activation_bytes_equal_what_autograd_saves(layout, options, length):
 
 
 # Python numbers in products: based scales and divides queries and keys, the softcap logits.
-NUMBERS = [(*case, numbers) for case, numbers in zip(TRAINED, (0, 4, 0, 2), strict=True)]
+NUMBERS = [(*case, numbers) for case, numbers in zip(TRAINED, (0, 4, 0, 2, 0), strict=True)]
 
 
 @pytest.mark.parametrize(("layout", "options", "numbers"), NUMBERS)

@@ -11,7 +11,7 @@ from mixers.conformance.definitions import declared, taylor_features
 from mixers.conformance.properties import PROPERTIES
 from mixers.convolution import ShortConvolution
 
-BUILT_IN = ("mha", "gqa", "mqa", "window", "linear", "based")
+BUILT_IN = ("mha", "gqa", "mqa", "window", "linear", "based", "additive")
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)
