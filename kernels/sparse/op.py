@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from kernels import backend, flops
-from kernels.sparse import reference
+from kernels.sparse import portable, portable_select, reference
 
-COMPRESSED = {"reference": reference.compressed_attention}
-SELECT = {"reference": reference.select_blocks}
-SELECTED = {"reference": reference.selected_attention}
+COMPRESSED = {"portable": portable.compressed_attention, "reference": reference.compressed_attention}
+SELECT = {"portable": portable_select.select_blocks, "reference": reference.select_blocks}
+SELECTED = {"portable": portable.selected_attention, "reference": reference.selected_attention}
 
 
 def compressed_attention(

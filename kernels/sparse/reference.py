@@ -63,7 +63,7 @@ def select_blocks(scores: Tensor, own: Tensor, n: int) -> Tensor:
     ranks = scores.to(torch.float64)
     # The forced blocks, the most important one last.
     for rank, forced in enumerate((index == own - 1, index == 0, index == own)):
-        ranks = ranks.masked_fill(forced, torch.finfo(torch.float64).max * (rank + 1) / 3)
+        ranks = ranks.masked_fill(forced, (rank + 1) * 1e300)
     ranks = ranks.masked_fill(index > own, float("-inf"))
     best = ranks.sort(dim=-1, descending=True, stable=True).indices[..., :n]
     beyond = scores.shape[3]
