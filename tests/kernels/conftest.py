@@ -22,6 +22,7 @@ def small_tiles(monkeypatch):
 @pytest.fixture
 def fences(monkeypatch):
     """Outputs are full of NaN and fenced by it: what is not written shows, and so does what is written outside."""
+    from kernels.additive import triton_run as additive_run
     from kernels.attention import triton_places, triton_run
 
     fenced = []
@@ -34,8 +35,8 @@ def fences(monkeypatch):
         fenced.append(memory)
         return memory[FENCE : FENCE + count].view(shape)
 
-    monkeypatch.setattr(triton_run, "empty", empty)
-    monkeypatch.setattr(triton_places, "empty", empty)
+    for module in (triton_run, triton_places, additive_run):
+        monkeypatch.setattr(module, "empty", empty)
     yield
     for memory in fenced:
         for fence in (memory[:FENCE], memory[-FENCE:]):
