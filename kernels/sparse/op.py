@@ -10,6 +10,7 @@ Source: Yuan et al. 2025, arXiv:2502.11089, section 3.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,11 +18,24 @@ import torch
 from torch import Tensor
 
 from kernels import backend, flops
-from kernels.sparse import portable, portable_select, reference
+from kernels.sparse import dispatch, portable, portable_select, reference
 
-COMPRESSED = {"portable": portable.compressed_attention, "reference": reference.compressed_attention}
-SELECT = {"portable": portable_select.select_blocks, "reference": reference.select_blocks}
-SELECTED = {"portable": portable.selected_attention, "reference": reference.selected_attention}
+COMPRESSED: dict[str, Callable] = {
+    "triton": dispatch.compressed_attention,
+    "portable": portable.compressed_attention,
+    "reference": reference.compressed_attention,
+}
+# The portable choice is made of operators that a GPU has too.
+SELECT = {
+    "triton": portable_select.select_blocks,
+    "portable": portable_select.select_blocks,
+    "reference": reference.select_blocks,
+}
+SELECTED: dict[str, Callable] = {
+    "triton": dispatch.selected_attention,
+    "portable": portable.selected_attention,
+    "reference": reference.selected_attention,
+}
 
 
 def compressed_attention(
@@ -68,7 +82,7 @@ def compressed_attention(
         seen = compressed_visible(offset + q.shape[1] - 1, block, stride, k.shape[1])
         _count_bytes(count, q, k, v, seen)
         return q.new_empty(*q.shape[:3], v.shape[3]), _no_choice(q, k, n_selected)
-    run = backend.implementation("compressed_attention", COMPRESSED, q)
+    run = backend.implementation("compressed_attention", COMPRESSED, q, dispatch.refusal(q, k, v))
     options: dict[str, Any] = dict(
         block=block, stride=stride, scale=_scale(q, scale), n_selected=n_selected, select_block=select_block
     )
@@ -143,7 +157,7 @@ def selected_attention(
         count.record("selected_attention", pairs)
         _count_bytes(count, q, k, v, min(k.shape[1], selected_pairs(q.shape[1], offset, block, n)))
         return q.new_empty(*q.shape[:3], v.shape[3])
-    run = backend.implementation("selected_attention", SELECTED, q)
+    run = backend.implementation("selected_attention", SELECTED, q, dispatch.refusal(q, k, v))
     options: dict[str, Any] = dict(block=block, scale=_scale(q, scale), offset=offset)
     with _no_autocast(q):
         return run(q, k, v, indices, starts=starts, positions=positions, **options)

@@ -24,6 +24,7 @@ def fences(monkeypatch):
     """Outputs are full of NaN and fenced by it: what is not written shows, and so does what is written outside."""
     from kernels.additive import triton_run as additive_run
     from kernels.attention import triton_places, triton_run
+    from kernels.sparse import triton_run as sparse_run
 
     fenced = []
 
@@ -35,7 +36,7 @@ def fences(monkeypatch):
         fenced.append(memory)
         return memory[FENCE : FENCE + count].view(shape)
 
-    for module in (triton_run, triton_places, additive_run):
+    for module in (triton_run, triton_places, additive_run, sparse_run):
         monkeypatch.setattr(module, "empty", empty)
     yield
     for memory in fenced:
