@@ -61,14 +61,15 @@ ui: $(INSTALLED)  ## the MLflow UI on http://127.0.0.1:5000 (PORT=5001 for anoth
 	  --backend-store-uri sqlite:///runs/mlflow.db
 
 # Tests of Triton kernels: they compile a lot, so they are dealt to several processes without needing pytest-xdist.
-GPU_TESTS = tests/gpu tests/kernels/test_attention_triton.py tests/kernels/test_attention_operators.py
+GPU_TESTS = tests/gpu tests/kernels/test_attention_triton.py tests/kernels/test_attention_operators.py \
+  tests/kernels/test_additive_triton.py tests/kernels/test_sparse_triton.py
 PARTS = 0 1 2 3 4 5 6 7 8 9 10 11
 
 gpu:  ## where a GPU is: test the kernels on it and measure them (PYTHON with torch, triton, einops and pytest)
 	@status=0; running=; for part in $(PARTS); do \
 	  TEST_PART=$$part/$(words $(PARTS)) $(PYTHON) -m pytest -q $(GPU_TESTS) & running="$$running $$!"; done; \
 	for process in $$running; do wait $$process || status=1; done; \
-	$(PYTHON) -m kernels.bench_gpu --write || status=1; exit $$status
+	for bench in bench_gpu bench_gpu_sparse; do $(PYTHON) -m kernels.$$bench --write || status=1; done; exit $$status
 
 aot: $(INSTALLED)  ## compile every Triton kernel for GPUs that need not be here, into docs/kernels_gpu.md
 	@TRITON_DEFAULT_FP_FUSION=1 $(BIN)/python -m kernels.triton_aot --write

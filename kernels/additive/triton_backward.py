@@ -2,8 +2,8 @@
 
 With r = (1 - tanh(q + k)) / 2, p the weights of a row and d its sum of y * dy: ds = p (dy v - d), and through each
 channel dscore/dq = dscore/dk = 4 w r (1 - r), dscore/dw = 1 - 2 r. One kernel keeps queries and sums over keys, one
-keeps keys and sums over queries, so the order never changes; each tile's part of dw is added up outside. A program gives
-the gradients of OWN channels. Where there are more, the scores are made first, BLOCK_A channels at a time.
+keeps keys and sums over queries, so the order never changes; each tile's part of dw is added up outside. A program
+gives the gradients of OWN channels. Where there are more, the scores are made first, BLOCK_A channels at a time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Additive attention, forward: a tile of queries is kept while tiles of keys pass by, channels a few at a time.
 
-With r = (1 - tanh(q + k)) / 2 a score is the sum of w less twice that of w r; the sum of w is the same for all keys of a
-head and is left out. Softmax is rescaled as its maximum grows (as in `kernels.attention.triton_forward`).
+With r = (1 - tanh(q + k)) / 2 a score is the sum of w less twice that of w r; the sum of w is the same for all keys of
+a head and is left out. Softmax is rescaled as its maximum grows (as in `kernels.attention.triton_forward`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Scores of selection blocks from the log-sum-exp of compressed attention, a tile of queries and of blocks at a time."""
+"""Scores of selection blocks from the log-sum-exp of compressed attention, a tile of queries and blocks at a time."""
 
 from __future__ import annotations
 

@@ -167,7 +167,9 @@ def test_all_blocks_chosen_is_causal_attention():
 def test_two_runs_are_equal_to_the_last_bit():
     inputs = example(12, 12, 2, 1, batch=1)
     indices = chosen(torch.arange(12)[None], 1, 4, 2)
-    first, second = (results(selected_attention, "triton", torch.float32, inputs, indices, block=4)[0] for _ in range(2))
+    first, second = (
+        results(selected_attention, "triton", torch.float32, inputs, indices, block=4)[0] for _ in range(2)
+    )
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
