@@ -159,7 +159,7 @@ class Cut:
 
 
 def _lists(indices: Tensor, block: int, offset: int) -> Iterator[tuple[int, slice, Tensor]]:
-    """(row of [B * G], keys of a block, the queries that chose it): own blocks aside, at most ROWS queries at a time."""
+    """(row of [B * G], keys of a block, at most ROWS of the queries that chose it), own blocks aside."""
     time = indices.shape[1]
     chosen = rearrange(indices, "b t g n -> (b g) t n")
     own = (torch.arange(offset, offset + time, device=indices.device) // block)[:, None]
