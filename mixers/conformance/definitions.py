@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ class Conformance:
         growth: exponent of the counted FLOPs in the length, for long sequences.
         unordered: options under which permuted tokens give permuted outputs.
         exempt: parameters that need no gradient.
+        smooth: options under which near inputs give near outputs, for the property of low precision: a mixer that
+            chooses what to attend to may choose something else after rounding.
         reads: the least share of a state that the next three tokens read; lower where a mixer chooses what to read.
     """
 
@@ -43,6 +46,7 @@ class Conformance:
     growth: float | None = None
     unordered: Mapping[str, Any] | None = None
     exempt: tuple[str, ...] = ()
+    smooth: Mapping[str, Any] = field(default_factory=dict)
     reads: float = 0.5
 
 
@@ -124,11 +128,12 @@ def native_sparse(mixer: Any, x: Tensor) -> Tensor:
         q = _turned(q, mixer.rope)
         k = {name: t if name == "compressed" else _turned(t, mixer.rope) for name, t in k.items()}
     if "compressed" in names:
-        compressed = _compress(mixer, mixer.compress_k, k["compressed"]), _compress(mixer, mixer.compress_v, v["compressed"])
+        phi = mixer.compress_k, mixer.compress_v
+        compressed = [_compress(mixer, f, t["compressed"]) for f, t in zip(phi, (k, v), strict=True)]
     elif "selected" in names:
         # Scores alone: values without channels.
         keys = _compress(mixer, mixer.compress_k, k["selected"])
-        compressed = keys, keys[..., :0]
+        compressed = [keys, keys[..., :0]]
     rows = []
     for t in range(x.shape[1]):
         seen = [list(range(max(0, t - mixer.window + 1), t + 1))] * groups
@@ -191,14 +196,18 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, seen: list[list[int]]) -> tuple[T
 
 def _selected_tokens(mixer: Any, share: Tensor, t: int) -> list[int]:
     """Tokens up to t of the blocks that the equations 9 to 11 choose."""
-    own, scores = t // mixer.select_block, []
+    own, scores, sizes = t // mixer.select_block, [], (mixer.compress_block, mixer.compress_stride, mixer.select_block)
     for j in range(own + 1):
-        tokens = range(j * mixer.select_block, (j + 1) * mixer.select_block)
-        both = [sum(i * mixer.compress_stride <= s <= _last(mixer, i) for s in tokens) for i in range(len(share))]
-        score = sum(p.item() * n / mixer.compress_stride for p, n in zip(share, both, strict=True))
+        score = sum(p * _common(i, j, *sizes) / mixer.compress_stride for i, p in enumerate(share.tolist()))
         scores.append((j == own, j == 0, j == own - 1, score))
     best = sorted(range(own + 1), key=lambda j: scores[j], reverse=True)[: mixer.n_selected]
     return [s for j in sorted(best) for s in range(j * mixer.select_block, (j + 1) * mixer.select_block) if s <= t]
+
+
+@cache
+def _common(i: int, j: int, block: int, stride: int, select_block: int) -> int:
+    """Tokens of both compression block i and selection block j."""
+    return len(set(range(i * stride, i * stride + block)) & set(range(j * select_block, (j + 1) * select_block)))
 
 
 def _visible(i: int, j: int, causal: bool, window: int | None) -> bool:
@@ -318,6 +327,7 @@ _BUILT_IN = {
         },
         reference=native_sparse,
         growth=2,
+        smooth={"n_selected": 512},
         reads=0.1,
     ),
 }
