@@ -177,12 +177,11 @@ def _lists(indices: Tensor, block: int, offset: int) -> Iterator[tuple[int, slic
 
 def _merge(y: Tensor, lse: Tensor, queries: Tensor, part: Tensor, total: Tensor) -> None:
     """Add to some rows of y [T, n, V], lse [T, n] what they get from other keys, in place."""
-    part, total = part.reshape(-1, *y.shape[1:]), total.reshape(-1, *lse.shape[1:])
+    part, total = part.reshape(-1, *y.shape[1:]).to(y.dtype), total.reshape(-1, *lse.shape[1:])
     before = lse.index_select(0, queries)
-    both = torch.logaddexp(before, total)
-    lse.index_copy_(0, queries, both)
-    old, new = ((t - both).exp_()[..., None] for t in (before, total))
-    y.index_copy_(0, queries, y.index_select(0, queries).mul_(old).addcmul_(part.to(y.dtype), new))
+    share = (total - before).sigmoid_()[..., None]
+    lse.index_copy_(0, queries, torch.logaddexp(before, total))
+    y.index_copy_(0, queries, y.index_select(0, queries).lerp_(part, share))
 
 
 def _triangle(q: Tensor, cut: Cut) -> Tensor:
