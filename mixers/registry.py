@@ -15,7 +15,7 @@ from mixers.options import call, defaults, nearest
 
 _log = logging.getLogger(__name__)
 
-_BUILT_IN = ("mha", "gqa", "mqa", "window", "linear", "based", "additive")
+_BUILT_IN = ("mha", "gqa", "mqa", "window", "linear", "based", "additive", "nsa")
 RESERVED = ("mlp", "with", "at", "before", "mixer")
 
 C = TypeVar("C", bound=type[Mixer])

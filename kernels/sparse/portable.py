@@ -13,9 +13,10 @@ from torch.nn.functional import pad
 
 from kernels.sparse import portable_blocks, portable_compressed, portable_masked, reference
 
-# So few queries gather; rows of so many keys are masked (both measured on a CPU).
+# So few queries gather; rows of so many keys are masked, or of more where a block has few (measured on a CPU).
 FEW = 8
-SHORT = 2048
+SHORT = 1024
+SHORT_BY_BLOCK = 16384
 
 
 def compressed_attention(
@@ -55,7 +56,7 @@ def selected_attention(
         return _gathered(q, k, v, indices, block, scale, starts, positions, offset)
     width = v.shape[3]
     q, k, v = _level(q, k, v)
-    if k.shape[1] <= SHORT or positions is not None:
+    if k.shape[1] <= max(SHORT, SHORT_BY_BLOCK // block) or positions is not None:
         y = portable_masked.attend(q, k, v, indices, starts, positions, block, scale, offset)[0]
     else:
         y = portable_blocks.attend(q, k, v, indices, block, scale, offset)[0]

@@ -159,7 +159,7 @@ class Cut:
 
 
 def _lists(indices: Tensor, block: int, offset: int) -> Iterator[tuple[int, slice, Tensor]]:
-    """(row of [B * G], keys of a block, the queries that chose it): own blocks aside, at most ROWS queries at a time."""
+    """(row of [B * G], keys of a block, at most ROWS of the queries that chose it), own blocks aside."""
     time = indices.shape[1]
     chosen = rearrange(indices, "b t g n -> (b g) t n")
     own = (torch.arange(offset, offset + time, device=indices.device) // block)[:, None]
@@ -177,12 +177,11 @@ def _lists(indices: Tensor, block: int, offset: int) -> Iterator[tuple[int, slic
 
 def _merge(y: Tensor, lse: Tensor, queries: Tensor, part: Tensor, total: Tensor) -> None:
     """Add to some rows of y [T, n, V], lse [T, n] what they get from other keys, in place."""
-    part, total = part.reshape(-1, *y.shape[1:]), total.reshape(-1, *lse.shape[1:])
+    part, total = part.reshape(-1, *y.shape[1:]).to(y.dtype), total.reshape(-1, *lse.shape[1:])
     before = lse.index_select(0, queries)
-    both = torch.logaddexp(before, total)
-    lse.index_copy_(0, queries, both)
-    old, new = ((t - both).exp_()[..., None] for t in (before, total))
-    y.index_copy_(0, queries, y.index_select(0, queries).mul_(old).addcmul_(part.to(y.dtype), new))
+    share = (total - before).sigmoid_()[..., None]
+    lse.index_copy_(0, queries, torch.logaddexp(before, total))
+    y.index_copy_(0, queries, y.index_select(0, queries).lerp_(part, share))
 
 
 def _triangle(q: Tensor, cut: Cut) -> Tensor:

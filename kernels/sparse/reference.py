@@ -49,7 +49,7 @@ def compressed_attention(
 
 
 def overlap(index: Tensor, blocks: int, block: int, stride: int, select_block: int) -> Tensor:
-    """Tokens that compression blocks of these indices share with each selection block, over the stride: [.., blocks]."""
+    """Tokens that compression blocks of these indices share with each selection block, in strides: [.., blocks]."""
     first = index[..., None] * stride
     select = torch.arange(blocks, device=index.device) * select_block
     ends = torch.minimum(first + block, select + select_block)

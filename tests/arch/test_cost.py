@@ -24,6 +24,9 @@ MIXERS = {
     "gqa": {"n_heads": 4, "n_kv_heads": 2},
     "based": {"feature_dim": 3},
 }
+MIXERS["nsa"] = dict(
+    n_heads=4, n_kv_heads=2, compress_block=4, compress_stride=2, select_block=4, n_selected=3, window=5
+)
 D, V = 16, 11
 
 
@@ -48,7 +51,9 @@ def multiply_adds(model, length):
                     count += sum(1 for tap in range(4) if i - tap >= 0) * D
                 for mixer in block.mixing.mixers:
                     count += sum(p.in_features * p.out_features for p in (mixer.q, mixer.k, mixer.v, mixer.out))
-                    if hasattr(mixer, "feature_dim"):
+                    if hasattr(mixer, "select_block"):
+                        count += sparse_multiply_adds(mixer, i)
+                    elif hasattr(mixer, "feature_dim"):
                         # S += k v^T, q S, and the normaliser as one more value.
                         count += 2 * mixer.n_heads * mixer.feature_dim * (mixer.value_dim + 1)
                     else:
@@ -68,6 +73,25 @@ def multiply_adds(model, length):
     return count
 
 
+def sparse_multiply_adds(mixer, i):
+    """Of NSA's token i, projections aside: its gates, the block that ends with it, and what it sees, one by one."""
+    block, stride, select = mixer.compress_block, mixer.compress_stride, mixer.select_block
+    ends = [c * stride + block - 1 for c in range(i + 1)]
+    own = i // select
+    chosen = {own, *range(min(own, mixer.n_selected - 1))}
+    seen = sum(end <= i for end in ends)
+    seen += sum(j // select in chosen for j in range(i + 1))
+    seen += sum(i - j < mixer.window for j in range(i + 1))
+    phi = sum(
+        m.in_features * m.out_features
+        for part in (mixer.compress_k, mixer.compress_v)
+        for m in part.modules()
+        if isinstance(m, nn.Linear)
+    )
+    gates = mixer.gate.in_features * mixer.gate.out_features
+    return gates + (i in ends) * mixer.n_kv_heads * phi + mixer.n_heads * seen * 2 * mixer.head_dim
+
+
 def floats(state):
     """Bytes of the live tensors that remember tokens."""
     return sum(t.numel() * t.element_size() for t in state.tensors.values() if t.is_floating_point())
@@ -75,7 +99,10 @@ def floats(state):
 
 @pytest.mark.parametrize(
     "layout",
-    ["mha", "gqa", "mqa", "window", "linear", "based", "additive", "mha + linear|window", "gqa@a + mlp + gqa@a"],
+    [
+        *("mha", "gqa", "mqa", "window", "linear", "based", "additive", "nsa"),
+        *("mha + linear|window", "gqa@a + mlp + gqa@a"),
+    ],
 )
 @pytest.mark.parametrize("length", [1, 4, 17])
 @pytest.mark.parametrize("options", [{}, dict(convolution=4, mlp="gelu")], ids=["plain", "convolution"])
@@ -130,7 +157,7 @@ def test_core_growth():
     assert core["linear", 128] / core["linear", 64] == 2
 
 
-@pytest.mark.parametrize("layout", ["mha", "window", "linear|based", "mha@a + window + mha@a", "additive"])
+@pytest.mark.parametrize("layout", ["mha", "window", "nsa", "linear|based", "mha@a + window + mha@a", "additive"])
 @pytest.mark.parametrize("length", [1, 4, 17])
 def test_state_bytes_equal_live_tensors(layout, length):
     model = build(layout, convolution=4)

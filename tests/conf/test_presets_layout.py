@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from arch.layout import layers
 
-MIXERS = {"mha", "gqa", "mqa", "window", "linear", "based"}
+MIXERS = {"mha", "gqa", "mqa", "window", "linear", "based", "nsa"}
 MODEL_OPTIONS = {"layout", "mixers", "mlp", "norm", "sandwich", "bias", "position", "tied", "logit_softcap"}
 MIXER_OPTIONS = {"mixer", "window", "causal", "position", "rope_base", "rope_fraction", "bias", "qk_norm", "softcap"}
 

@@ -75,7 +75,7 @@ def test_defaults_are_the_signature():
 
 
 def test_names_options_and_build():
-    assert registry.names()[:7] == ["mha", "gqa", "mqa", "window", "linear", "based", "additive"]
+    assert registry.names()[:8] == ["mha", "gqa", "mqa", "window", "linear", "based", "additive", "nsa"]
     assert registry.options("based") == {
         "n_heads": None,
         "feature_dim": 16,
