@@ -18,7 +18,7 @@ from kernels.triton_launch import dot_precision, empty, launch, padded
 
 # Queries, keys and channels of a tile: 64 numbers a thread.
 _FORWARD = dict(BLOCK_T=16, BLOCK_S=32, BLOCK_A=16)
-# Backward a program takes up to 64 channels; warps by their number.
+# Backward a program takes up to 64 channels, of fp32 up to 32, which spill otherwise; warps by their number.
 _QUERIES, _KEYS = 16, 16
 _WARPS = {16: 4, 32: 4, 64: 8}
 # Rows that the kernel without tiles of keys takes at once.
@@ -116,7 +116,7 @@ def backward(call: Call, y: Tensor, reference: Tensor, dy: Tensor) -> tuple[Tens
         delta_kernel, -(-delta.numel() // _ROWS), y, dy, None, delta, delta.numel(),
         V_WIDTH=value, V_PADDED=padded(value), BLOCK=_ROWS,
     )  # fmt: skip
-    own = min(64, padded(width))
+    own = min(64 if y.element_size() == 2 else 32, padded(width))
     chunks = padded(width) // own
     tiles: dict[str, Any] = dict(BLOCK_T=_QUERIES, BLOCK_S=_KEYS, BLOCK_A=16, OWN=own, warps=_WARPS[own])
     dq, dk, dv = (empty(t, *t.shape) for t in (call.q, call.k, call.v))
@@ -135,7 +135,7 @@ def backward(call: Call, y: Tensor, reference: Tensor, dy: Tensor) -> tuple[Tens
 
 def examples() -> Iterator[tuple[str, Callable[[], Any]]]:
     """Calls whose kernels `kernels.triton_aot` compiles."""
-    for kind, width in ((torch.bfloat16, 64), (torch.float16, 64), (torch.bfloat16, 128), (torch.float32, 64)):
+    for kind, width in ((torch.bfloat16, 32), (torch.bfloat16, 64), (torch.bfloat16, 128), (torch.float32, 64)):
         yield _label(kind, width), partial(_example, kind, width)
     yield f"{_label(torch.bfloat16, 64)}, approximate tanh", partial(_example, torch.bfloat16, 64, approximate=True)
     every: dict[str, Any] = dict(window=1024, placed=True)

@@ -174,10 +174,8 @@ def backward(call: Call, y: Tensor, reference: Tensor, dy: Tensor) -> tuple[Tens
 
 def examples() -> Iterator[tuple[str, Callable[[], Any]]]:
     """Calls whose kernels `kernels.triton_aot` compiles."""
-    for kind, width, group in (
-        (torch.bfloat16, 64, 4), (torch.bfloat16, 128, 4), (torch.bfloat16, 128, 16), (torch.float16, 64, 4),
-        (torch.float32, 64, 4),
-    ):  # fmt: skip
+    narrow = torch.bfloat16
+    for kind, width, group in ((narrow, 64, 4), (narrow, 128, 4), (narrow, 128, 16), (torch.float32, 64, 4)):
         name = str(kind).removeprefix("torch.")
         yield f"nsa {name}, D {width}, group {group}", partial(_example, kind, width, group)
 
