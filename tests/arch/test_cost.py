@@ -259,6 +259,16 @@ def test_attention_bytes_by_hand():
     assert (measure(build("linear"), 9).attention_bytes, measure(build("linear"), 9).score_bytes) == (0, 0)
 
 
+def test_reads_of_a_token_by_hand():
+    """Behind 99 tokens: all 100, the last 5, or of NSA 49 compressed, 3 blocks of 4 that end with it, 5 of the window."""
+    query, entry = 2 * 4 * 4 * 4, 2 * 2 * 4 * 4  # q and y of 4 heads, a key and a value of 2, 4 wide, in 4 bytes
+    assert measure(build("gqa"), 99).decode_attention_bytes == 2 * (query + 100 * entry)
+    narrow = build("window")
+    assert measure(narrow, 99).decode_attention_bytes == 2 * (2 * 16 * 4 + 5 * 2 * 16 * 4)
+    assert measure(build("nsa"), 99).decode_attention_bytes == 2 * (3 * query + (49 + 12 + 5) * entry)
+    assert measure(build("linear"), 99).decode_attention_bytes == 0
+
+
 def test_metrics_have_the_contracts_names():
     found = measure(build("mha"), 64).metrics()
     assert set(found) == {
@@ -271,6 +281,7 @@ def test_metrics_have_the_contracts_names():
             "flops_per_token_train",
             "prefill_flops_at_64",
             "decode_flops_per_token_at_64",
+            "decode_attention_bytes_at_64",
             "state_bytes_at_64",
             "bf16_state_bytes_at_64",
             "attention_bytes_at_64",
