@@ -69,8 +69,11 @@ def additive_attention(
     options: dict[str, Any] = {}
     if run is dispatch.attention:
         options["approximate"] = tanh == "approximate"
-    elif tanh == "approximate":
-        raise ValueError("tanh='approximate' is an instruction of NVIDIA's GPUs: the Triton kernels alone have it")
+    if tanh == "approximate" and (not options or q.device.type != "cuda" or torch.version.hip):
+        raise ValueError(
+            "tanh='approximate' is an instruction of NVIDIA's GPUs, which the Triton kernels alone have; here runs "
+            f"{run.__module__} on {q.device.type}"
+        )
     if bias is not None:
         q = q + bias.to(q.dtype)
     with _no_autocast(q):

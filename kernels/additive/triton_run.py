@@ -16,11 +16,10 @@ from kernels.attention.triton_backward import delta_kernel
 from kernels.attention.triton_places import FARTHEST, Side, extents
 from kernels.triton_launch import dot_precision, empty, launch, padded
 
-# Queries, keys and channels of a tile: 64 numbers a thread.
+# Queries, keys and channels of a tile: 64 numbers a thread, of 4 warps.
 _FORWARD = dict(BLOCK_T=16, BLOCK_S=32, BLOCK_A=16)
-# Backward a program takes up to 64 channels, of fp32 up to 32, which spill otherwise; warps by their number.
-_QUERIES, _KEYS = 16, 16
-_WARPS = {16: 4, 32: 4, 64: 8}
+# Queries of a tile of the backward pass.
+_QUERIES = 16
 # Rows that the kernel without tiles of keys takes at once.
 _ROWS = 8
 
@@ -116,9 +115,9 @@ def backward(call: Call, y: Tensor, reference: Tensor, dy: Tensor) -> tuple[Tens
         delta_kernel, -(-delta.numel() // _ROWS), y, dy, None, delta, delta.numel(),
         V_WIDTH=value, V_PADDED=padded(value), BLOCK=_ROWS,
     )  # fmt: skip
-    own = min(64 if y.element_size() == 2 else 32, padded(width))
+    own, keys = _backward_tile(call)
     chunks = padded(width) // own
-    tiles: dict[str, Any] = dict(BLOCK_T=_QUERIES, BLOCK_S=_KEYS, BLOCK_A=16, OWN=own, warps=_WARPS[own])
+    tiles: dict[str, Any] = dict(BLOCK_T=_QUERIES, BLOCK_S=keys, BLOCK_A=16, OWN=own, warps=8)
     dq, dk, dv = (empty(t, *t.shape) for t in (call.q, call.k, call.v))
     blocks, saved = -(-time // _QUERIES), (dy, reference, delta)
     parts = empty(reference, batch, blocks, heads, width)
@@ -127,10 +126,17 @@ def backward(call: Call, y: Tensor, reference: Tensor, dy: Tensor) -> tuple[Tens
         call.extents(_QUERIES, keys=True), *call.numbers, **call.constants, **tiles,
     )  # fmt: skip
     launch(
-        additive_dkv_kernel, chunks * -(-call.keys.length // _KEYS) * batch * heads, *call.tensors, *saved, dk, dv,
-        *call.places, call.extents(_KEYS, keys=False), *call.numbers, **call.constants, **tiles,
+        additive_dkv_kernel, chunks * -(-call.keys.length // keys) * batch * heads, *call.tensors, *saved, dk, dv,
+        *call.places, call.extents(keys, keys=False), *call.numbers, **call.constants, **tiles,
     )  # fmt: skip
     return dq, dk, dv, parts.sum((0, 1)).to(call.kind)
+
+
+def _backward_tile(call: Call) -> tuple[int, int]:
+    """Channels that a program of the backward pass takes, and keys of its tiles: what does not spill."""
+    narrow, width = call.q.element_size() == 2, padded(call.q.shape[3])
+    own = min(64 if narrow else 32, width)
+    return own, 32 if narrow and own < 64 else 16
 
 
 def examples() -> Iterator[tuple[str, Callable[[], Any]]]:
