@@ -113,7 +113,8 @@ def nsa_rows() -> Iterator[Row]:
 
 def trained(mixer: nn.Module, inputs: list[Tensor]) -> Call:
     """A forward and backward pass to every parameter."""
-    return lambda: torch.autograd.grad(mixer(*inputs).sum(), list(mixer.parameters()), allow_unused=True)
+    learned = [p for p in mixer.parameters() if p.requires_grad]
+    return lambda: torch.autograd.grad(mixer(*inputs).sum(), learned, allow_unused=True)
 
 
 def nsa_growth(rounds: int) -> tuple[float, float]:
