@@ -97,4 +97,6 @@ def _level(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     more = v.shape[3] - k.shape[3]
     if more > 0:
         q, k = pad(q, (0, more)), pad(k, (0, more))
-    return tuple(t if t.stride(3) == 1 else t.contiguous() for t in (q, k, pad(v, (0, -more)) if more < 0 else v))
+    v = pad(v, (0, -more)) if more < 0 else v
+    q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
+    return q, k, v

@@ -29,14 +29,14 @@ def attend(
     cut = Cut.of(q, k, block, offset)
     rows_q, keys, values = cut.queries(q), cut.keys(k), cut.keys(v)
     own = slice(cut.first * block, None)
-    y, lse = _attend(
-        cut.tiles(rows_q), cut.tiles(keys[:, own]), cut.tiles(values[:, own]), _triangle(q, cut), scale
-    )
+    tiles = cut.tiles(rows_q), cut.tiles(keys[:, own]), cut.tiles(values[:, own])
+    y, lse = _attend(*tiles, _triangle(q, cut), scale)
     y, lse = (t.reshape(*rows_q.shape[:3], -1)[:, cut.real].to(lse.dtype) for t in (y, lse))
     y, lse, rows_q = y.contiguous(), lse[..., 0].contiguous(), rows_q[:, cut.real]
     for head, here, queries in _lists(indices, block, offset):
         mine = rows_q[head].index_select(0, queries).flatten(0, 1)
-        part, total = _attend(*(t[None, None] for t in (mine, keys[head, here], values[head, here])), None, scale)
+        inputs = mine[None, None], keys[head, here][None, None], values[head, here][None, None]
+        part, total = _attend(*inputs, None, scale)
         _merge(y[head], lse[head], queries, part, total)
     return cut.back(y, q), lse
 

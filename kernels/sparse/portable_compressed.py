@@ -160,8 +160,8 @@ def _chunks(
             columns = min(max((reach - block + 1) // stride + 1, 0), columns)
         if positions is None:
             common = min(max((offset + first - block + 1) // stride + 1, 0), columns)
-        here = (None if t is None else t[:, rows] for t in (starts, positions))
-        start, position = reference.places(q[:, rows], *here, offset + first)
+        starts_here, here = (None if t is None else t[:, rows] for t in (starts, positions))
+        start, position = reference.places(q[:, rows], starts_here, here, offset + first)
         index = torch.arange(common, columns, device=q.device) - start
         hidden = (index * stride + block - 1 > position) | (index < 0)
         yield Chunk(rows, columns, common, hidden, None if starts is None else start, position, reach)

@@ -125,8 +125,8 @@ def _bias(
     offset: int,
 ) -> Tensor:
     """0 where a key is seen and -inf elsewhere: [B, G, H / G * rows, columns] of like's dtype."""
-    here = (None if t is None else t[:, rows] for t in (starts, positions))
-    start, position = reference.places(like[:, rows], *here, offset + rows.start)
+    starts, positions = (None if t is None else t[:, rows] for t in (starts, positions))
+    start, position = reference.places(like[:, rows], starts, positions, offset + rows.start)
     index = torch.arange(columns.stop, device=like.device) - start
     blocks = (columns.stop - 1) // block + 1
     # One place more, for "none"; [B, rows, G, blocks + 1].

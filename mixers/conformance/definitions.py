@@ -160,11 +160,11 @@ def native_sparse(mixer: Any, x: Tensor) -> Tensor:
         if mixer.gate is not None:
             gates = rearrange(1 / (1 + torch.exp(-mixer.gate(x[:, t]))), "b (c h) -> b c h", h=mixer.n_heads)
         for b in range(x.shape[0]):
-            shares = []
+            shares: list[Tensor] = []
             if names != ("window",):
                 past = [i for i in range(compressed[0].shape[2]) if _last(mixer, i) <= t]
                 asking = plain if "compressed" in names else q
-                y, shares = _attended(asking[b, :, t], *(c[b] for c in compressed), [past] * groups)
+                y, shares = _attended(asking[b, :, t], compressed[0][b], compressed[1][b], [past] * groups)
             for c, name in enumerate(names):
                 if name == "selected":
                     seen_here = [_selected_tokens(mixer, share.detach(), t) for share in shares]

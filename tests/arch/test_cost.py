@@ -260,7 +260,7 @@ def test_attention_bytes_by_hand():
 
 
 def test_reads_of_a_token_by_hand():
-    """Behind 99 tokens: all 100, the last 5, or of NSA 49 compressed, 3 blocks of 4 that end with it, 5 of the window."""
+    """Behind 99 tokens: all 100, the last 5, or of NSA 49 compressed, 3 blocks of 4, the last 5."""
     query, entry = 2 * 4 * 4 * 4, 2 * 2 * 4 * 4  # q and y of 4 heads, a key and a value of 2, 4 wide, in 4 bytes
     assert measure(build("gqa"), 99).decode_attention_bytes == 2 * (query + 100 * entry)
     narrow = build("window")

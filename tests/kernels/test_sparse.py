@@ -79,7 +79,8 @@ def test_every_portable_form_equals_the_definition(way, sizes, monkeypatch):
 
 def test_values_may_be_narrower_or_wider_than_keys():
     for width in (5, 11):
-        for a, b in zip(*(results(name, 40, 40, 4, 2, SIZES[1], False, width)[1] for name in ("portable", "reference"))):
+        got, expected = (results(name, 40, 40, 4, 2, SIZES[1], False, width)[1] for name in ("portable", "reference"))
+        for a, b in zip(got, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
 
 
@@ -174,7 +175,8 @@ def test_memory_is_far_from_a_score_matrix():
 
 
 def test_flops_are_the_sum_over_pairs():
-    for queries, offset, (block, stride, select, n) in ((0, 3, SIZES[0]), *((40, o, s) for o in (0, 19) for s in SIZES)):
+    cells = [(0, 3, SIZES[0]), *((40, offset, sizes) for offset in (0, 19) for sizes in SIZES)]
+    for queries, offset, (block, stride, select, n) in cells:
         blocks = max(0, (queries + offset - block) // stride + 1)
         seen = sum(i * stride + block - 1 <= offset + t for t in range(queries) for i in range(blocks))
         assert op.compressed_pairs(queries, offset, block, stride, blocks) == seen
@@ -187,7 +189,7 @@ def test_flops_are_the_sum_over_pairs():
 
 
 def test_counted_bytes_of_a_token_are_those_of_what_it_sees():
-    """One query of 4 heads 8 wide behind 999 tokens: its own block, partly, and three more of 16; 61 compressed ones."""
+    """One query of 4 heads behind 999 tokens: 124 compressed blocks, three of 16 tokens and its own, partly."""
     q, k = torch.empty(1, 1, 4, 8, device="meta"), torch.empty(1, 1000, 2, 8, device="meta")
     kc = torch.empty(1, 124, 2, 8, device="meta")
     with flops.FlopCounter() as count:
