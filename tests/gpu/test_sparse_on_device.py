@@ -52,6 +52,22 @@ def test_error_is_within_budget(heads, groups, width, dtype):
     assert_within_budget(dtype, selected_attention, inputs, indices, block=64)
 
 
+def test_selected_attention_stays_in_documents():
+    """Last blocks reach into the next document, whose own blocks write the same slots at the same time."""
+    lengths = (700, 1, 65, 1234)
+    starts = torch.tensor([sum(lengths[:i]) for i in range(4)], device="cuda")
+    counts = torch.tensor(lengths, device="cuda")
+    places = dict(
+        starts=starts.repeat_interleave(counts)[None],
+        positions=torch.cat([torch.arange(length, device="cuda") for length in lengths])[None],
+    )
+    own = places["positions"] // 64
+    indices = torch.stack([torch.where(own > 0, 0, own), torch.where(own > 0, own, -1)], -1)
+    inputs = example(2000, 2000, 4, 2, 64, torch.float32)
+    chosen = indices[:, :, None].expand(-1, -1, 2, -1).int()
+    assert_within_budget(torch.float32, selected_attention, inputs, chosen, block=64, **places)
+
+
 def test_all_blocks_chosen_is_causal_attention():
     q, k, v, _ = example(1024, 1024, 8, 2, 128, torch.bfloat16)
     indices = torch.arange(16, dtype=torch.int32, device="cuda").expand(1, 1024, 2, 16)
