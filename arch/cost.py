@@ -30,6 +30,7 @@ FIGURES = {
     "flops_per_token_train": "flops_per_token_train",
     "prefill_flops_at_<length>": "prefill_flops",
     "decode_flops_per_token_at_<length>": "decode_flops_per_token",
+    "decode_attention_bytes_at_<length>": "decode_attention_bytes",
     "state_bytes_at_<length>": "state_bytes",
     "bf16_state_bytes_at_<length>": "bf16_state_bytes",
     "activation_bytes_at_<length>": "activation_bytes",
@@ -104,6 +105,11 @@ class Cost:
         return self._sum("decode_flops_per_token")
 
     @property
+    def decode_attention_bytes(self) -> int | None:
+        """What attention of that token reads and writes at least; sparse attention reads less than its cache holds."""
+        return self._sum("decode_attention_bytes")
+
+    @property
     def state_bytes(self) -> int | None:
         """Of one sequence after `length` tokens, in the dtype of the model."""
         return self._sum("state_bytes")
@@ -162,7 +168,7 @@ class Cost:
             ValueError: no such name; says the nearest.
         """
         found = attribute(name)
-        if found == "decode_flops_per_token" and self.decode == "recompute":
+        if found.startswith("decode_") and self.decode == "recompute":
             return None
         value: float | None = getattr(self, found)
         return value

@@ -41,9 +41,9 @@ class Kind:
         return self.forward, State({})
 
     @cached_property
-    def decode_flops(self) -> int:
-        """Of the token after a row."""
-        return _counted(self.module, self.x[:, :1])[0].total
+    def decode(self) -> FlopCounter:
+        """The token after a row."""
+        return _counted(self.module, self.x[:, :1])[0]
 
     @cached_property
     def bf16_state_bytes(self) -> int:
@@ -68,10 +68,10 @@ class Layers(Kind):
         return counter, state
 
     @cached_property
-    def decode_flops(self) -> int:
+    def decode(self) -> FlopCounter:
         """See `Kind`."""
         # A state is consumed.
-        return _counted(self.module.extend, self.x[:, :1], self.prefill[1].clone())[0].total
+        return _counted(self.module.extend, self.x[:, :1], self.prefill[1].clone())[0]
 
     @cached_property
     def bf16_state_bytes(self) -> int:
@@ -130,7 +130,12 @@ class Part:
     @property
     def decode_flops_per_token(self) -> int | None:
         """Of the token after T others."""
-        return self.kind.decode_flops if self.causal else None
+        return self.kind.decode.total if self.causal else None
+
+    @property
+    def decode_attention_bytes(self) -> int | None:
+        """What attention of the token after T others reads and writes at least: of its cache, what it sees."""
+        return self.kind.decode.attention_bytes if self.causal else None
 
     @property
     def state_bytes(self) -> int | None:

@@ -60,6 +60,7 @@ METRICS = (
     Metric("complexity/bf16_state_bytes_at_<length>", "bytes", "lower", "bfloat16 state after <length> tokens"),
     Metric("complexity/prefill_flops_at_<length>", "FLOPs", "lower", "FLOPs of a prompt of <length>"),
     Metric("complexity/decode_flops_per_token_at_<length>", "FLOPs", "lower", "decoding FLOPs a token after <length>"),
+    Metric("complexity/decode_attention_bytes_at_<length>", "bytes", "lower", "traffic of a token after <length>"),
     Metric("complexity/activation_bytes_at_<length>", "bytes", "lower", "activations of a training row of <length>"),
     Metric("complexity/attention_bytes_at_<length>", "bytes", "lower", "least memory traffic of attention at <length>"),
     Metric("complexity/score_bytes_at_<length>", "bytes", "lower", "score matrices at <length>, never written"),

@@ -24,8 +24,11 @@ from torch import Tensor
 from torch.nn.functional import conv1d, scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
+from kernels import backend
+from kernels.additive.op import additive_attention
 from kernels.attention.op import attention
 from kernels.conv.op import causal_conv
+from kernels.sparse.op import select_blocks, selected_attention
 
 Call = Callable[[], Any]
 
@@ -181,6 +184,43 @@ def step(x: Tensor, tail: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return causal_conv(x, weight, bias, tail=tail)
 
 
+def additive(length: int) -> list[Tensor]:
+    """q, k, v [1, length, H, K] and the weight [H, K]."""
+    return [*heads(length), (torch.randn(4, 64) / 8).requires_grad_()]
+
+
+def broadcast(*inputs: Tensor) -> Tensor:
+    """Additive attention over all pairs and channels at once."""
+    with backend.using("reference"):
+        return additive_attention(*inputs)
+
+
+def additive_rows() -> Iterator[Row]:
+    """Additive attention; B 1, H 4, A 64, causal."""
+    inputs, name = additive(512), "full broadcasting"
+    yield Row("additive forward, T 512", name, forward(additive_attention, inputs), forward(broadcast, inputs), 6)
+    yield Row("additive forward + backward", name, both(additive_attention, inputs), both(broadcast, inputs), 4)
+
+
+def selected_rows() -> Iterator[Row]:
+    """NSA's selected branch: 4 query heads on 2, 16 blocks of 64 among 128, chosen at random."""
+    length, block, chosen = 8192, 64, 16
+    inputs = [torch.randn(1, length, count, 64, requires_grad=True) for count in (4, 2, 2)]
+    own = torch.arange(length)[None] // block
+    indices = select_blocks(torch.rand(1, length, 2, length // block), own, chosen)
+    seen = torch.zeros(1, length, 2, length // block + 1, dtype=torch.bool)
+    seen.scatter_(3, indices.long().where(indices >= 0, length // block), True)
+    mask = seen[..., :-1].repeat_interleave(block, 3).transpose(1, 2).repeat_interleave(2, 1).tril()
+    dense = headed(lambda q, k, v: scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True))
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return selected_attention(q, k, v, indices, block=block)
+
+    name = "SDPA, bool mask"
+    yield Row("selected blocks forward, T 8192", name, forward(ours, inputs), forward(dense, inputs), 4)
+    yield Row("selected blocks forward + backward", name, both(ours, inputs), both(dense, inputs), 4)
+
+
 def growth(function: Callable[..., Tensor], rounds: int) -> tuple[float, float]:
     """Exponents of CPU time and memory of a forward and backward pass, from T 2048 to 8192."""
     calls = [both(function, heads(length)) for length in (2048, 8192)]
@@ -202,12 +242,14 @@ def rounds_asked(description: str) -> int:
 def main() -> None:
     """The command line."""
     rounds = rounds_asked(__doc__ or "")
-    for line in measure(chain(attention_rows(), convolution_rows()), rounds):
+    for line in measure(chain(attention_rows(), convolution_rows(), additive_rows(), selected_rows()), rounds):
         print(line, flush=True)
     print("\nForward + backward from T 2048 to 8192: exponents of time and memory (asked of windows: at most 1.3)")
     for name, function in (("window 256", window), ("mha", attention)):
         time_growth, memory_growth = growth(function, rounds)
         print(f"{name}: {time_growth:.2f}, {memory_growth:.2f}", flush=True)
+    held = peak_bytes(both(additive_attention, additive(2048))) / 2**20
+    print(f"additive forward + backward, T 2048: {held:.0f} MB (asked: under 2000; all pairs at once: about 12,700)")
 
 
 if __name__ == "__main__":

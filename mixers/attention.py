@@ -142,33 +142,11 @@ class Attention(Mixer):
         return rope.turn(q, rope.angles(q_places, length)), rope.turn(seen.k, rope.angles(k_places, k_length))
 
     def _attend_cache(self, q: Tensor, k: Tensor, seen: cache.Attended, documents: Tensor | None) -> Tensor:
-        placed = self.position == "alibi" or not seen.all_visible
-        return self._attend(
-            q,
-            k,
-            seen.v,
-            causal=not seen.all_visible,
-            window=None if seen.all_visible else self.window,
-            q_positions=seen.q_positions if placed else None,
-            k_positions=seen.k_positions if placed else None,
-            q_documents=documents,
-            k_documents=seen.k_documents,
-        )
+        return self._attend(q, k, seen.v, **seen.mask(self.window, documents, placed=self.position == "alibi"))
 
     def _cross(self, q: Tensor, kept: dict[str, Tensor], documents: Tensor | None) -> Tensor:
-        ids = kept.get("memory.documents")
-        if ids is not None and documents is None:
-            documents = ids.new_ones(q.shape[:2])
-        y = self._attend(
-            q,
-            kept["memory.k"],
-            kept["memory.v"],
-            ordered=False,
-            causal=False,
-            window=None,
-            q_documents=documents,
-            k_documents=ids,
-        )
+        places = cross_places(kept, q, documents)
+        y = self._attend(q, kept["memory.k"], kept["memory.v"], ordered=False, causal=False, window=None, **places)
         return self._project(y)
 
     def _keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,6 +169,14 @@ class Attention(Mixer):
 
     def _project(self, y: Tensor) -> Tensor:
         return self.out(rearrange(y, "b t h k -> b t (h k)"))
+
+
+def cross_places(kept: dict[str, Tensor], q: Tensor, documents: Tensor | None) -> dict[str, Tensor | None]:
+    """Documents of queries [B, T, ...] and of what `remember` kept, as an attention op takes them."""
+    ids = kept.get("memory.documents")
+    if ids is not None and documents is None:
+        documents = ids.new_ones(q.shape[:2])
+    return dict(q_documents=documents, k_documents=ids)
 
 
 def default_kv_heads(d_model: int, n_heads: int | None, head_dim: int | None, name: str) -> int:

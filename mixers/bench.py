@@ -1,22 +1,26 @@
-"""`python -m mixers.bench`: one more token through the caches of the attention mixers, against what people use instead.
+"""`python -m mixers.bench`: decoding and sparse attention, against what people use instead.
 
-Without projections: a key and a value are kept, and a query attends to what is kept. As in `kernels.bench`, contenders
-take turns and CPU seconds count. Other memory is written between turns, as by the other layers of a model: tokens in a
-row on one cache would find it in the processor.
+Decoding is one more token through the caches of the attention mixers, without projections: a key and a value are kept,
+and a query attends to what is kept. As in `kernels.bench`, contenders take turns and CPU seconds count. Between
+turns of decoding other memory is written, as by the other layers of a model: tokens in a row on one cache would find it
+in the processor.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import count
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.attention.op import attention
-from kernels.bench import Call, Row, cpu_ms, measure, rounds_asked
-from mixers import cache
+from kernels.bench import Call, Row, both, cpu_ms, forward, measure, rounds_asked
+from mixers import cache, registry
 from mixers.base import State
 
 WINDOW, WIDTH = 256, 64
@@ -86,9 +90,51 @@ def decode_rows() -> Iterator[Row]:
             yield Row(f"a token, {heads} heads on {groups}, 8192 cached", name, *calls, bar)
 
 
+def nsa_rows() -> Iterator[Row]:
+    """The whole `nsa` mixer at its defaults, 256 wide, 4 query heads on 2."""
+    ours = registry.build("nsa", 256, n_heads=4, n_kv_heads=2)
+    if find_spec("native_sparse_attention_pytorch") is not None:
+        package = import_module("native_sparse_attention_pytorch")
+        sizes = dict(sliding_window_size=512, compress_block_size=32, compress_block_sliding_stride=16)
+        sizes |= dict(selection_block_size=64, num_selected_blocks=16)
+        theirs = package.SparseAttention(dim=256, dim_head=64, heads=4, kv_heads=2, causal=True, **sizes)
+        x = [torch.randn(1, 1024, 256, requires_grad=True)]
+        name = "native-sparse-attention-pytorch"
+        yield Row("nsa forward, T 1024", name, forward(ours, x), forward(theirs, x), 20, 0.05)
+        yield Row("nsa forward + backward", name, trained(ours, x), trained(theirs, x), 20, 0.05)
+    x, qkv = [torch.randn(1, 16384, 256)], [torch.randn(1, h, 16384, 64, requires_grad=True) for h in (4, 2, 2)]
+
+    def full(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    yield Row("nsa forward, T 16384", "causal SDPA alone", forward(ours, x), forward(full, qkv), 1.2)
+    yield Row("nsa forward + backward", "causal SDPA alone", trained(ours, x), both(full, qkv), 1.5)
+
+
+def trained(mixer: nn.Module, inputs: list[Tensor]) -> Call:
+    """A forward and backward pass to every parameter."""
+    learned = [p for p in mixer.parameters() if p.requires_grad]
+    return lambda: torch.autograd.grad(mixer(*inputs).sum(), learned, allow_unused=True)
+
+
+def nsa_growth(rounds: int) -> tuple[float, float]:
+    """Exponents of the CPU time of a forward, and of a forward and backward pass, from T 4096 to 16384."""
+    mixer = registry.build("nsa", 256, n_heads=4, n_kv_heads=2)
+    inputs = [[torch.randn(1, length, 256)] for length in (4096, 16384)]
+    short, long, short_both, long_both = cpu_ms(
+        [*(forward(mixer, x) for x in inputs), *(trained(mixer, x) for x in inputs)], rounds
+    )
+    return math.log(long / short, 4), math.log(long_both / short_both, 4)
+
+
 def main() -> None:
     """The command line."""
-    rounds = 10 * rounds_asked(__doc__ or "")
+    asked = rounds_asked(__doc__ or "")
+    for line in measure(nsa_rows(), asked):
+        print(line, flush=True)
+    print("nsa from T 4096 to 16384, exponents of time, forward and both (asked: at most 1.4): ", end="")
+    print(", ".join(f"{exponent:.2f}" for exponent in nsa_growth(asked)), end="\n\n", flush=True)
+    rounds = 10 * asked
     others = torch.zeros(16 << 20)
     for line in measure(decode_rows(), rounds, lambda: others.add_(1)):
         print(line, flush=True)

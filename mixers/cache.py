@@ -9,6 +9,7 @@ needed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +43,18 @@ class Attended:
             return self.q_positions, self.k_positions
         index = torch.arange(self.k.shape[1], device=self.k.device)[None]
         return index[:, self.k.shape[1] - time :], index
+
+    def mask(self, window: int | None, documents: Tensor | None, placed: bool = False) -> dict[str, Any]:
+        """Who sees what, as an attention op takes it, for the piece's documents; `placed`: positions in any case."""
+        placed = placed or not self.all_visible
+        return dict(
+            causal=not self.all_visible,
+            window=None if self.all_visible else window,
+            q_positions=self.q_positions if placed else None,
+            k_positions=self.k_positions if placed else None,
+            q_documents=documents,
+            k_documents=self.k_documents,
+        )
 
 
 def empty(batch: int, heads: int, key_dim: int, value_dim: int, like: Tensor) -> dict[str, Tensor]:

@@ -15,7 +15,10 @@ from mixers.options import call, defaults, nearest
 
 _log = logging.getLogger(__name__)
 
-_BUILT_IN = ("mha", "gqa", "mqa", "window", "linear", "based", "retention", "gated_linear", "mamba", "mamba2")
+_BUILT_IN = (
+    *("mha", "gqa", "mqa", "window", "linear", "based", "retention", "gated_linear", "mamba", "mamba2"),
+    *("additive", "nsa"),
+)
 RESERVED = ("mlp", "with", "at", "before", "mixer")
 
 C = TypeVar("C", bound=type[Mixer])

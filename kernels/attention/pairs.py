@@ -46,9 +46,10 @@ class Pairs:
         """May a query see nothing? With the ends aligned it sees at least itself, where there is a key for it."""
         return self._placed or self.shift < 0
 
-    def blocks(self) -> Iterator[tuple[slice, slice]]:
-        """Rows and the columns in their reach; under given positions all columns are looked at."""
-        size = BLOCK if self.window is None else WINDOW_BLOCK
+    def blocks(self, size: int | None = None) -> Iterator[tuple[slice, slice]]:
+        """Rows, `size` of them, and the columns in their reach; under given positions all columns are looked at."""
+        if size is None:
+            size = BLOCK if self.window is None else WINDOW_BLOCK
         for start in range(0, self.queries, size):
             stop = min(start + size, self.queries)
             first, last = 0, self.keys

@@ -232,7 +232,7 @@ def state_bytes(subject: Subject) -> Trials:
         read = sum(int((g != 0).sum()) for g in grads if g is not None)
         size = sum(t.numel() for t in floats.values())
         # Caches may double when they grow, so half of the entries can be room to grow; more is padding.
-        if 2 * read < size:
+        if read < subject.declared.reads * size:
             raise Broken(f"the next tokens read {read} of {size} entries: the state is padded")
         return 0.0
 

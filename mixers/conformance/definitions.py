@@ -9,15 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from einops import rearrange, repeat
 from torch import Tensor
 
+from kernels import flops
 from mixers import registry
 from mixers.base import Mixer
-from mixers.rope_scaling import LongRope
+from mixers.rope_scaling import Linear, LongRope
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,9 @@ class Conformance:
         growth: exponent of the counted FLOPs in the length, for long sequences.
         unordered: options under which permuted tokens give permuted outputs.
         exempt: parameters that need no gradient.
+        smooth: options under which near inputs give near outputs, for the property of low precision: a mixer that
+            chooses what to attend to may choose something else after rounding.
+        reads: the least share of a state that the next three tokens read; lower where a mixer chooses what to read.
     """
 
     d_model: int = 16
@@ -43,6 +48,8 @@ class Conformance:
     growth: float | None = None
     unordered: Mapping[str, Any] | None = None
     exempt: tuple[str, ...] = ()
+    smooth: Mapping[str, Any] = field(default_factory=dict)
+    reads: float = 0.5
 
 
 def declared(cls: type[Mixer]) -> Conformance:
@@ -76,6 +83,23 @@ def attention(mixer: Any, x: Tensor) -> Tensor:
             total = total + mixer.sinks.exp()[:, None, None]
         weights = scores.exp() / total
         rows.append(rearrange(weights @ v[:, :, seen], "b h 1 v -> b (h v)"))
+    return mixer.out(_stacked(rows, x, mixer.n_heads * mixer.head_dim))
+
+
+def additive(mixer: Any, x: Tensor) -> Tensor:
+    """Additive attention: Bahdanau et al. 2014, section 3.1 and appendix A.1.2."""
+    q, k = (_heads(project(x), mixer.attention_dim) for project in (mixer.q, mixer.k))
+    v = _heads(mixer.v(x), mixer.head_dim)
+    bias = 0 if mixer.bias is None else mixer.bias[:, None]
+    rows = []
+    for i in range(x.shape[1]):
+        seen = [j for j in range(x.shape[1]) if _visible(i, j, mixer.causal, mixer.window)]
+        hidden = torch.tanh(q[:, :, i, None] + k[:, :, seen] + bias)
+        if count := flops.counter():
+            # Products do not show an add and a tanh a channel of each pair.
+            count.record("add, tanh", 2 * hidden.numel())
+        weights = (hidden @ mixer.score[:, :, None]).softmax(2)
+        rows.append(rearrange(weights.transpose(2, 3) @ v[:, :, seen], "b h 1 v -> b (h v)"))
     return mixer.out(_stacked(rows, x, mixer.n_heads * mixer.head_dim))
 
 
@@ -216,6 +240,98 @@ def _convolved(conv: Any, x: Tensor) -> Tensor:
     return _stacked(rows, x, x.shape[2])
 
 
+def native_sparse(mixer: Any, x: Tensor) -> Tensor:
+    """NSA: Yuan et al. 2025, sections 3.2 and 3.3, one query at a time."""
+    groups, width, names = mixer.n_kv_heads, mixer.head_dim, mixer.branches
+    q = plain = _heads(mixer.q(x), width)
+    split = [_heads(project(x), width).split(groups, 1) for project in (mixer.k, mixer.v)]
+    k, v = (dict(zip(names, parts, strict=True)) for parts in split)
+    if mixer.position == "rope":
+        q = _turned(q, mixer.rope)
+        k = {name: t if name == "compressed" else _turned(t, mixer.rope) for name, t in k.items()}
+    if "compressed" in names:
+        phi = mixer.compress_k, mixer.compress_v
+        compressed = [_compress(mixer, f, t["compressed"]) for f, t in zip(phi, (k, v), strict=True)]
+    elif "selected" in names:
+        # Scores alone: values without channels.
+        keys = _compress(mixer, mixer.compress_k, k["selected"])
+        compressed = [keys, keys[..., :0]]
+    rows = []
+    for t in range(x.shape[1]):
+        seen = [list(range(max(0, t - mixer.window + 1), t + 1))] * groups
+        row = x.new_zeros(x.shape[0], mixer.n_heads, width)
+        gates = torch.ones(x.shape[0], len(names), mixer.n_heads).to(x)
+        if mixer.gate is not None:
+            gates = rearrange(1 / (1 + torch.exp(-mixer.gate(x[:, t]))), "b (c h) -> b c h", h=mixer.n_heads)
+        for b in range(x.shape[0]):
+            shares: list[Tensor] = []
+            if names != ("window",):
+                past = [i for i in range(compressed[0].shape[2]) if _last(mixer, i) <= t]
+                asking = plain if "compressed" in names else q
+                y, shares = _attended(asking[b, :, t], compressed[0][b], compressed[1][b], [past] * groups)
+            for c, name in enumerate(names):
+                if name == "selected":
+                    seen_here = [_selected_tokens(mixer, share.detach(), t) for share in shares]
+                elif name == "window":
+                    seen_here = seen
+                if name != "compressed":
+                    y, _ = _attended(q[b, :, t], k[name][b], v[name][b], seen_here)
+                row[b] = row[b] + gates[b, c, :, None] * y
+        rows.append(rearrange(row, "b h v -> b (h v)"))
+    return mixer.out(_stacked(rows, x, mixer.n_heads * width))
+
+
+def _last(mixer: Any, i: int) -> int:
+    """The last token of compression block i."""
+    return i * mixer.compress_stride + mixer.compress_block - 1
+
+
+def _compress(mixer: Any, phi: Any, x: Tensor) -> Tensor:
+    """[B, G, T, K] -> [B, G, C, K]: equation 7."""
+    found = []
+    i = 0
+    while _last(mixer, i) < x.shape[2]:
+        tokens = x[:, :, i * mixer.compress_stride : _last(mixer, i) + 1]
+        if phi.how == "mean":
+            found.append(tokens.mean(2))
+        else:
+            places = phi.places if phi.how == "mlp" else 0
+            joined = (tokens + places).flatten(2)
+            if phi.how == "mlp":
+                hidden = joined @ phi.hidden.weight.T
+                joined = hidden * (1 + torch.erf(hidden / 2**0.5)) / 2
+            found.append(joined @ phi.weight.weight.T)
+        i += 1
+    return torch.stack(found, 2) if found else x[:, :, :0]
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, seen: list[list[int]]) -> tuple[Tensor, list[Tensor]]:
+    """q [H, K] over the keys [G, S, K] that each group sees: [H, V], and each group's sum of weights over its heads."""
+    outputs, shares = [], []
+    for g, rows in enumerate(q.chunk(len(seen))):
+        weights = (rows @ k[g, seen[g]].T * q.shape[1] ** -0.5).exp()
+        weights = weights / weights.sum(-1, keepdim=True)
+        outputs.append(weights @ v[g, seen[g]])
+        shares.append(weights.sum(0))
+    return torch.cat(outputs), shares
+
+
+def _selected_tokens(mixer: Any, share: Tensor, t: int) -> list[int]:
+    """Tokens up to t of the blocks that the equations 9 to 11 choose."""
+    own, scores, sizes = t // mixer.select_block, [], (mixer.compress_block, mixer.compress_stride, mixer.select_block)
+    for j in range(own + 1):
+        score = sum(p * _common(i, j, *sizes) / mixer.compress_stride for i, p in enumerate(share.tolist()))
+        scores.append((j == own, j == 0, j == own - 1, score))
+    best = sorted(range(own + 1), key=lambda j: scores[j], reverse=True)[: mixer.n_selected]
+    return [s for j in sorted(best) for s in range(j * mixer.select_block, (j + 1) * mixer.select_block) if s <= t]
+
+
+@cache
+def _common(i: int, j: int, block: int, stride: int, select_block: int) -> int:
+    """Tokens of both compression block i and selection block j."""
+    return len(set(range(i * stride, i * stride + block)) & set(range(j * select_block, (j + 1) * select_block)))
+
+
 def _visible(i: int, j: int, causal: bool, window: int | None) -> bool:
     return (j <= i or not causal) and (window is None or abs(i - j) < window)
 
@@ -239,6 +355,8 @@ def _turned(x: Tensor, rope: Any) -> Tensor:
     pairs = turning.split(half, -1) if rope.layout == "half" else turning.unflatten(-1, (half, 2)).unbind(-1)
     angles = torch.arange(x.shape[2]).to(x)[:, None] * rope.base ** (-torch.arange(half).to(x) / half)
     size = torch.ones_like(angles)
+    if isinstance(rope.scaling, Linear):
+        angles = angles / rope.scaling.factor
     if isinstance(rope.scaling, LongRope):
         angles, size = angles / torch.tensor(rope.scaling.short_factor).to(x), size * rope.scaling.amplitude
     turned = torch.complex(*pairs) * torch.polar(size, angles)
@@ -330,5 +448,45 @@ _BUILT_IN = {
         | {"head_dim": 8, "n_heads": 6, "n_groups": 4, "dt_floor": 0.2, "a_min": 8.0, "a_max": 2.0, "norm": "none"},
         reference=heads_of_states,
         growth=1,
+    ),
+    "additive": Conformance(
+        options={"n_heads": 4},
+        alternatives={"n_heads": 2, "attention_dim": 3, "window": 5, "causal": False, "bias": False},
+        reference=additive,
+        growth=2,
+        unordered={"causal": False},
+    ),
+    "nsa": Conformance(
+        options={
+            "n_heads": 4,
+            "n_kv_heads": 2,
+            "compress_block": 6,
+            "compress_stride": 2,
+            "select_block": 4,
+            "n_selected": 4,
+            "window": 6,
+        },
+        alternatives={
+            "n_heads": 2,
+            "n_kv_heads": 1,
+            "head_dim": 6,
+            "branches": ["selected", "window"],
+            "compress_block": 4,
+            "compress_stride": 1,
+            "compression": "linear",
+            "select_block": 8,
+            "n_selected": 3,
+            "window": 2,
+            "shrink": 2,
+            "position": "none",
+            "rope_base": 7.0,
+            "rope_fraction": 0.5,
+            "rope_layout": "interleaved",
+            "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+        },
+        reference=native_sparse,
+        growth=2,
+        smooth={"n_selected": 512},
+        reads=0.1,
     ),
 }

@@ -169,7 +169,7 @@ def low_precision(subject: Subject) -> Trials:
         scale = expected.abs().max().clamp(min=1e-6)
         return max(gap(out / scale, expected / scale) for out in outputs)
 
-    mixers = list(subject.each())
+    mixers = list(subject.each(**subject.declared.smooth))
     for time, size in ((2, 1.0), (65, 1.0), (65, 8.0), (1025, 1.0)):
         for label, mixer in mixers if time < 1025 else mixers[:1]:
             for dtype in (torch.bfloat16, torch.float16):

@@ -81,10 +81,10 @@ class Subject:
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(rows, time, self.declared.d_model, generator=generator, dtype=torch.float64).to(dtype)
 
-    def each(self, causal: bool | None = None) -> Iterator[tuple[str, Mixer]]:
-        """A label and a mixer of every setting; only causal ones, only others, or all."""
+    def each(self, causal: bool | None = None, **fixed: Any) -> Iterator[tuple[str, Mixer]]:
+        """A label and a mixer of every setting with the fixed options; only causal ones, only others, or all."""
         for changes in self.settings:
-            mixer = self.build(**changes)
+            mixer = self.build(**changes | fixed)
             if causal is None or mixer.causal == causal:
                 yield spelled(changes), mixer
 

@@ -18,7 +18,15 @@ from kernels.flops import FlopCounter
 from mixers import registry
 from mixers.base import Mixer, Packing
 
-MIXERS = {"window": {"window": 5}, "gqa": {"n_heads": 4, "n_kv_heads": 2}, "based": {"feature_dim": 3}}
+MIXERS = {
+    "window": {"window": 5},
+    "additive": {"attention_dim": 3},
+    "gqa": {"n_heads": 4, "n_kv_heads": 2},
+    "based": {"feature_dim": 3},
+}
+MIXERS["nsa"] = dict(
+    n_heads=4, n_kv_heads=2, compress_block=4, compress_stride=2, select_block=4, n_selected=3, window=5
+)
 D, V = 16, 11
 
 
@@ -50,6 +58,10 @@ def multiply_adds(model, length):
                     if hasattr(mixer, "A_log"):
                         count += state_space(mixer, i)
                         continue
+                    if hasattr(mixer, "select_block"):
+                        count += sum(p.in_features * p.out_features for p in (mixer.q, mixer.k, mixer.v, mixer.out))
+                        count += sparse_multiply_adds(mixer, i)
+                        continue
                     count += sum(m.in_features * m.out_features for m in mixer.modules() if isinstance(m, nn.Linear))
                     if hasattr(mixer, "feature_dim"):
                         # S += k v^T, q S, and the normaliser as one more value.
@@ -60,7 +72,9 @@ def multiply_adds(model, length):
                             for j in range(length)
                             if (j <= i or not mixer.causal) and (mixer.window is None or abs(i - j) < mixer.window)
                         )
-                        count += mixer.n_heads * seen * 2 * mixer.head_dim
+                        # A multiply-add a channel; additive attention: half of one for its add, half for its tanh.
+                        inner = 2 * mixer.attention_dim if hasattr(mixer, "attention_dim") else mixer.head_dim
+                        count += mixer.n_heads * seen * (inner + mixer.head_dim)
             if block.mlp is not None:
                 count += sum(
                     m.in_features * m.out_features for m in block.mlp.mlp.modules() if isinstance(m, nn.Linear)
@@ -77,6 +91,25 @@ def state_space(mixer, i):
     return count + heads * 2 * getattr(mixer, "head_dim", 1) * mixer.d_state
 
 
+def sparse_multiply_adds(mixer, i):
+    """Of NSA's token i, projections aside: its gates, the block that ends with it, and what it sees, one by one."""
+    block, stride, select = mixer.compress_block, mixer.compress_stride, mixer.select_block
+    ends = [c * stride + block - 1 for c in range(i + 1)]
+    own = i // select
+    chosen = {own, *range(min(own, mixer.n_selected - 1))}
+    seen = sum(end <= i for end in ends)
+    seen += sum(j // select in chosen for j in range(i + 1))
+    seen += sum(i - j < mixer.window for j in range(i + 1))
+    phi = sum(
+        m.in_features * m.out_features
+        for part in (mixer.compress_k, mixer.compress_v)
+        for m in part.modules()
+        if isinstance(m, nn.Linear)
+    )
+    gates = mixer.gate.in_features * mixer.gate.out_features
+    return gates + (i in ends) * mixer.n_kv_heads * phi + mixer.n_heads * seen * 2 * mixer.head_dim
+
+
 def floats(state):
     """Bytes of the live tensors that remember tokens."""
     return sum(t.numel() * t.element_size() for t in state.tensors.values() if t.is_floating_point())
@@ -86,7 +119,7 @@ def floats(state):
     "layout",
     [
         *("mha", "gqa", "mqa", "window", "linear", "based", "retention", "gated_linear"),
-        "mamba + mamba2",
+        *("mamba + mamba2", "additive", "nsa"),
         *("mha + linear|window", "gqa@a + mlp + gqa@a"),
     ],
 )
@@ -120,7 +153,7 @@ def test_flops_and_state_of_every_preset(stack):
         assert (cost.bf16_state_bytes if narrow else cost.state_bytes) == floats(state) > 0
 
 
-@pytest.mark.parametrize("name", ["mha", "window", "linear", "based"])
+@pytest.mark.parametrize("name", ["mha", "window", "linear", "based", "additive"])
 def test_bidirectional_flops_equal_brute_force(name):
     model = LanguageModel(name, vocabulary=V, d_model=D, mixers={name: {"causal": False} | MIXERS.get(name, {})})
     cost = measure(model, 9)
@@ -145,7 +178,7 @@ def test_core_growth():
 
 @pytest.mark.parametrize(
     "layout",
-    ["mha", "window", "linear|based", "retention|gated_linear", "mha@a + window + mha@a", "mamba|mamba2"],
+    ["mha", "window", "linear|based", "retention|gated_linear", "mha@a + window + mha@a", "mamba|mamba2", "nsa|additive"],
 )
 @pytest.mark.parametrize("length", [1, 4, 17])
 def test_state_bytes_equal_live_tensors(layout, length):
@@ -201,6 +234,7 @@ TRAINED = [
     ("gqa@a + mlp + gqa@a", dict(position="learned", dropout=0.1, mlp="gelu", norm="layernorm", bias=True)),
     ("linear", dict(position="sinusoidal", logit_softcap=5.0)),
     ("mamba + mamba2", {}),
+    ("additive", {}),
 ]
 
 
@@ -248,6 +282,16 @@ def test_attention_bytes_by_hand():
     assert (measure(build("linear"), 9).attention_bytes, measure(build("linear"), 9).score_bytes) == (0, 0)
 
 
+def test_reads_of_a_token_by_hand():
+    """Behind 99 tokens: all 100, the last 5, or of NSA 49 compressed, 3 blocks of 4, the last 5."""
+    query, entry = 2 * 4 * 4 * 4, 2 * 2 * 4 * 4  # q and y of 4 heads, a key and a value of 2, 4 wide, in 4 bytes
+    assert measure(build("gqa"), 99).decode_attention_bytes == 2 * (query + 100 * entry)
+    narrow = build("window")
+    assert measure(narrow, 99).decode_attention_bytes == 2 * (2 * 16 * 4 + 5 * 2 * 16 * 4)
+    assert measure(build("nsa"), 99).decode_attention_bytes == 2 * (3 * query + (49 + 12 + 5) * entry)
+    assert measure(build("linear"), 99).decode_attention_bytes == 0
+
+
 def test_metrics_have_the_contracts_names():
     found = measure(build("mha"), 64).metrics()
     assert set(found) == {
@@ -260,6 +304,7 @@ def test_metrics_have_the_contracts_names():
             "flops_per_token_train",
             "prefill_flops_at_64",
             "decode_flops_per_token_at_64",
+            "decode_attention_bytes_at_64",
             "state_bytes_at_64",
             "bf16_state_bytes_at_64",
             "attention_bytes_at_64",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kernels import bench_gpu, bench_gpu_state, record
+from kernels import bench_gpu, bench_gpu_sparse, bench_gpu_state, record
 
 
 def test_only_what_stands_between_the_marks_changes(tmp_path):
@@ -16,15 +16,27 @@ def test_only_what_stands_between_the_marks_changes(tmp_path):
         record.rewrite("z", [], page)
 
 
-@pytest.mark.parametrize("name", ["compiled", "measured"])
+@pytest.mark.parametrize("name", ["compiled", "measured", "measured sparse"])
 def test_the_page_has_a_place_for_each_table(name):
     assert record.DOCS.read_text().count(f"<!-- {name} -->") == 2
 
 
-def test_benchmark_without_a_gpu_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(bench_gpu.torch.cuda, "is_available", lambda: False)
-    assert bench_gpu.main([]) == 1
+@pytest.mark.parametrize("module", [bench_gpu, bench_gpu_sparse])
+def test_benchmark_without_a_gpu_says_so(module, monkeypatch, capsys):
+    monkeypatch.setattr(module.torch.cuda, "is_available", lambda: False)
+    assert module.main([]) == 1
     assert "needs a GPU" in capsys.readouterr().err
+
+
+def test_crossover_by_hand():
+    """Quadratic against linear time meet where they are equal; the last crossing counts."""
+    lengths = (1000, 2000, 4000, 8000)
+    quadratic, linear = [n * n for n in lengths], [3000 * n for n in lengths]
+    assert bench_gpu_sparse.crossover(lengths, linear, quadratic) == pytest.approx(3000)
+    assert bench_gpu_sparse.crossover(lengths, quadratic, linear) is None
+    assert bench_gpu_sparse.crossover(lengths, [1, 5, 1, 1], [2, 2, 2, 2]) > 2000
+    assert bench_gpu_sparse.crossover(lengths, [1, 1, 1, 1], [2, 2, 2, 2]) == 1000
+    assert bench_gpu_sparse.crossover((), (), ()) is None
 
 
 def test_work_of_a_benchmark_by_hand():

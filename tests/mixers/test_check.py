@@ -11,7 +11,10 @@ from mixers.conformance.definitions import declared, taylor_features
 from mixers.conformance.properties import PROPERTIES
 from mixers.convolution import ShortConvolution
 
-BUILT_IN = ("mha", "gqa", "mqa", "window", "linear", "based", "retention", "gated_linear", "mamba", "mamba2")
+BUILT_IN = (
+    *("mha", "gqa", "mqa", "window", "linear", "based", "retention", "gated_linear", "mamba", "mamba2"),
+    *("additive", "nsa"),
+)
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)

@@ -76,7 +76,7 @@ def test_defaults_are_the_signature():
 
 def test_names_options_and_build():
     assert registry.names()[:6] == ["mha", "gqa", "mqa", "window", "linear", "based"]
-    assert registry.names()[6:10] == ["retention", "gated_linear", "mamba", "mamba2"]
+    assert registry.names()[6:12] == ["retention", "gated_linear", "mamba", "mamba2", "additive", "nsa"]
     assert registry.options("based") == {
         "n_heads": None,
         "feature_dim": 16,
@@ -96,6 +96,9 @@ def test_names_options_and_build():
         ("mha", dict(n_heads=0), "n_heads=0 must divide"),
         ("gqa", dict(n_heads=4, n_kv_heads=3), "n_heads=4 must be a multiple of n_kv_heads=3"),
         ("window", dict(window=0), "window=0 must be at least 1"),
+        ("additive", dict(window=0), "window=0 must be at least 1"),
+        ("additive", dict(attention_dim=0), "attention_dim=0 must be at least 1"),
+        ("additive", dict(n_heads=5), "n_heads=5 must divide d_model=64"),
         ("mha", dict(position="rop"), "did you mean 'rope'"),
         ("mha", dict(head_dim=5, n_heads=2), "head_dim=5 must be an even number"),
         ("mha", dict(softcap=0.0), "softcap=0.0"),

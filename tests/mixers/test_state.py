@@ -65,6 +65,8 @@ def test_positions_count_per_document_and_go_on_from_the_state():
         ("gqa", dict(n_heads=8, n_kv_heads=2), lambda n: 2 * n * 16),
         ("mqa", dict(n_heads=4), lambda n: 2 * n * 16),
         ("window", dict(window=8), lambda n: 2 * min(n, 8) * 64),
+        ("additive", dict(n_heads=4, attention_dim=3), lambda n: n * 4 * (3 + 16)),
+        ("additive", dict(n_heads=4, attention_dim=3, window=16), lambda n: min(n, 16) * 4 * (3 + 16)),
         ("linear", dict(n_heads=2), lambda n: 2 * 32 * 33),
         ("based", dict(n_heads=2, feature_dim=4), lambda n: 2 * 21 * 33),
         ("mamba", {}, lambda n: 128 * 16 + 3 * 128),
