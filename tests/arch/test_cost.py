@@ -178,7 +178,10 @@ def test_core_growth():
 
 @pytest.mark.parametrize(
     "layout",
-    ["mha", "window", "linear|based", "retention|gated_linear", "mha@a + window + mha@a", "mamba|mamba2", "nsa|additive"],
+    [
+        *("mha", "window", "linear|based", "retention|gated_linear", "mha@a + window + mha@a"),
+        *("mamba|mamba2", "nsa|additive"),
+    ],
 )
 @pytest.mark.parametrize("length", [1, 4, 17])
 def test_state_bytes_equal_live_tensors(layout, length):
