@@ -249,7 +249,7 @@ def test_activation_bytes_equal_what_autograd_saves(layout, options, length):
 
 
 # Python numbers in products: based scales and divides queries and keys, the softcap logits.
-NUMBERS = [(*case, numbers) for case, numbers in zip(TRAINED, (0, 4, 0, 2, 0), strict=True)]
+NUMBERS = [(*case, numbers) for case, numbers in zip(TRAINED, (0, 4, 0, 2, 0, 0), strict=True)]
 
 
 @pytest.mark.parametrize(("layout", "options", "numbers"), NUMBERS)
