@@ -77,7 +77,7 @@ bench-step: $(INSTALLED)  ## what the framework adds to a training step, against
 	@$(BIN)/python -m experiments.bench_step
 
 bench-cpu: $(INSTALLED)  ## the ops on a CPU against what people use instead: docs/kernels_cpu.md
-	@$(BIN)/python -m kernels.bench && $(BIN)/python -m mixers.bench
+	@$(BIN)/python -m kernels.bench && $(BIN)/python -m mixers.bench && $(BIN)/python -m mixers.bench_mamba
 
 lint: $(INSTALLED)  ## ruff, import-linter, and mypy on kernels, mixers and arch
 	@status=0; for check in 'ruff check .' lint-imports mypy; do $(BIN)/$$check || status=1; done; exit $$status
