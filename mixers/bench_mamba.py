@@ -72,7 +72,7 @@ def mixed(mixer: nn.Module, length: int) -> tuple[Callable[..., Tensor], list[Te
 
 
 def mixer_rows() -> Iterator[Row]:
-    """The whole of Mamba-2, 8 heads of 64 with 128 states. A third of our time is projections, the same on both sides."""
+    """The whole of Mamba-2, 8 heads of 64 with 128 states. A third of our time is projections, the same for both."""
     if find_spec("transformers") is None:
         return
     theirs = import_module("transformers.models.mamba2.modeling_mamba2").Mamba2Mixer
