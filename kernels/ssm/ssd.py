@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels import backend, flops
-from kernels.linear import portable
+from kernels.linear import dispatch, portable
 from kernels.linear.op import check_wide, no_autocast
 from kernels.ssm import ssd_reference
 
@@ -58,7 +58,7 @@ def ssd(
     if count := flops.counter():
         count.record("ssd", ssd_flops(x.shape, b.shape))
         return torch.empty_like(x), state if return_state else None
-    run = backend.implementation("ssd", IMPLEMENTATIONS, x)
+    run = backend.implementation("ssd", IMPLEMENTATIONS, x, dispatch.refusal(x, dt, state))
     with no_autocast(x):
         y, state = run(x, dt, a, b, c, state=state, documents=documents, document=document, alone=alone)
         if d is not None:
@@ -89,6 +89,7 @@ def _dual(
 
 
 IMPLEMENTATIONS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "triton": partial(_dual, dispatch.linear_attention),
     "portable": partial(_dual, portable.linear_attention),
     "reference": ssd_reference.ssd,
 }
