@@ -1,4 +1,4 @@
-"""Rows of `python -m kernels.bench` for linear attention and the state space of Mamba-2; B 1, H 4, widths 64, causal."""
+"""Rows of `python -m kernels.bench`: linear attention and the state space of Mamba-2; B 1, H 4, widths 64, causal."""
 
 from __future__ import annotations
 

@@ -51,7 +51,9 @@ def causal_sum(name: str, forward: Forward, backward: Backward, chunk: Callable[
         return forward(q, k, v, log_decay, state, _ids(row, before), strict)
 
     @run.register_fake
-    def _(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, state: Tensor, *options: Any) -> tuple[Tensor, ...]:
+    def _(
+        q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, state: Tensor, *options: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
         batch, time, groups, width = q.shape
         share, chunks = v.shape[2] // groups, -(-time // chunk(time))
         states = state.new_empty(chunks, batch * groups, width, share, v.shape[3])

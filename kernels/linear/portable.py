@@ -15,10 +15,10 @@ from kernels.linear.frame import Ids, attend
 CHUNK = 64
 
 
-def linear_attention(q: Tensor, k: Tensor, v: Tensor, *, alone: bool = False, **options: Any) -> tuple:
+def linear_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, alone: bool = False, **options: Any) -> tuple:
     """As `reference.linear_attention`; for a single token, or nothing at all, the recurrence itself."""
-    if options["causal"] and (q.shape[1] <= 1 or not q.numel() or not v.numel()):
-        return reference.linear_attention(q, k, v, **options)
+    if causal and (q.shape[1] <= 1 or not q.numel() or not v.numel()):
+        return reference.linear_attention(q, k, v, causal=True, **options)
     return attend(_causal_sum, q, k, v, **options)
 
 

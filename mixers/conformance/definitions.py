@@ -110,7 +110,7 @@ def retention(mixer: Any, x: Tensor) -> Tensor:
         decay = [math.exp(-mixer.slope_scale * 2 ** (-8 * (h + 1) / mixer.n_heads)) for h in heads]
     else:
         decay = [1 - 2.0 ** (-5 - h) for h in heads]
-    y = _recurrence(q, k, v, torch.tensor(decay).to(x).log()[None, :, None].expand(1, -1, x.shape[1]))
+    y = _recurrence(q, k, v, torch.tensor(decay, dtype=x.dtype).log()[None, :, None].expand(1, -1, x.shape[1]))
     y = rearrange(y, "b h t v -> b t h v") * mixer.scale
     if mixer.norm is None:
         y = y - y.mean(-1, keepdim=True)
@@ -303,9 +303,9 @@ _BUILT_IN = {
     "window": _softmax({"window": 5}, {"window": 3, "n_kv_heads": 2, "position": "alibi"}, growth=1),
     "linear": _linear(linear_features, {}, feature_map="softmax_pair"),
     "retention": Conformance(
-        options={"n_heads": 2},
+        options={"n_heads": 2, "decay": "slopes"},
         alternatives={
-            "n_heads": 4, "expand": 1, "decay": "slopes", "slope_scale": 3.0, "position": "none", "rope_base": 7.0,
+            "n_heads": 4, "expand": 1, "decay": "retention", "slope_scale": 3.0, "position": "none", "rope_base": 7.0,
             "activation": "silu", "norm": "rms", "gate": "sigmoid", "scale": 2.0, "bias": True,
         },
         reference=retention,
