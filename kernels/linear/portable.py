@@ -33,7 +33,7 @@ def _forward(
     parts, (batch, time, groups, _) = _chunks(q, k, v, log_decay, ids, strict, state.dtype), q.shape
     y, states, state = chunks.forward(parts, rearrange(state, "b (g r) k v -> (b g) k r v", g=groups))
     state = rearrange(state, "(b g) k r v -> b (g r) k v", b=batch).contiguous()
-    return _row(y, batch, time).contiguous(), state, states
+    return _row(y, batch, time), state, states
 
 
 def _backward(
@@ -85,7 +85,9 @@ def _values(x: Tensor, size: int, groups: int) -> Tensor:
 
 
 def _row(x: Tensor, batch: int, time: int) -> Tensor:
-    return rearrange(x, "n (b g) c r v -> b (n c) (g r) v", b=batch)[:, :time]
+    row = rearrange(x, "n (b g) c r v -> b (n c) (g r) v", b=batch)
+    # A clone, because a slice would hold on to the filling.
+    return row.contiguous() if row.shape[1] == time else row[:, :time].clone(memory_format=torch.contiguous_format)
 
 
 def _steps(log_decay: Tensor, batch: int, time: int, size: int, groups: int) -> Tensor:

@@ -172,26 +172,32 @@ def product_kernel(
         p_x = X + i_row * INNER * OUTER * share + i_h % share * stride_xs
         p_a = A + i_b * stride_ab + i_h // share_a * stride_ah
         p_b = B + i_b * stride_bb + i_h // share_b * stride_bh
-        b_pairs = tl.zeros([CHUNK, CHUNK], tl.float32)
-        b_behind = tl.zeros([CHUNK, BLOCK_O], tl.float32)
-        for i_i in range(0, INNER, BLOCK_I):
-            o_i = i_i + tl.arange(0, BLOCK_I)
-            m_i = o_i < INNER
-            # [CHUNK, BLOCK_I], [BLOCK_I, CHUNK], [BLOCK_I, BLOCK_O]
-            b_a = tile(p_a, o_t, stride_at, o_i, 1, m_t, m_i)
-            b_b = tile(p_b, o_i, 1, o_t, stride_bt, m_i, m_t)
-            b_x = tile(p_x, o_i, stride_xi, o_o, stride_xo, m_i, m_o)
-            b_pairs = first_dot(b_a, b_b, b_pairs, PRECISION)
-            b_behind = tl.dot(b_a.to(tl.float32), b_x, b_behind, input_precision=PRECISION)
         b_since, b_total = o_c, 0
         if Decay is not None:
             b_since, b_total = summed(Decay + i_b * stride_db + i_h * stride_dh, o_t, stride_dt, m_t)
+
+        b_pairs = tl.zeros([CHUNK, CHUNK], tl.float32)
+        for i_i in range(0, INNER, BLOCK_I):
+            o_i = i_i + tl.arange(0, BLOCK_I)
+            # [CHUNK, BLOCK_I], [BLOCK_I, CHUNK]
+            b_a = tile(p_a, o_t, stride_at, o_i, 1, m_t, o_i < INNER)
+            b_b = tile(p_b, o_i, 1, o_t, stride_bt, o_i < INNER, m_t)
+            b_pairs = first_dot(b_a, b_b, b_pairs, PRECISION)
         b_pairs *= inside(b_since, b_ids, o_c, CHUNK, Decay is not None, Ids is not None, STRICT, REVERSE)
-        b_left = left(b_since, b_total, b_ids, id_before, id_last, Decay is not None, Ids is not None, REVERSE)
         # [CHUNK, BLOCK_O]
         b_c = tile(C + i_b * stride_cb + i_h // share_c * stride_ch, o_t, stride_ct, o_o, 1, m_t, m_o)
-        b_out += b_behind * b_left[:, None]
         b_out = tl.dot(b_pairs, b_c.to(tl.float32), b_out, input_precision=PRECISION)
+
+        # Read again rather than kept: the two products would not fit into registers at once.
+        b_behind = tl.zeros([CHUNK, BLOCK_O], tl.float32)
+        for i_i in range(0, INNER, BLOCK_I):
+            o_i = i_i + tl.arange(0, BLOCK_I)
+            # [CHUNK, BLOCK_I], [BLOCK_I, BLOCK_O]
+            b_a = tile(p_a, o_t, stride_at, o_i, 1, m_t, o_i < INNER)
+            b_x = tile(p_x, o_i, stride_xi, o_o, stride_xo, o_i < INNER, m_o)
+            b_behind = tl.dot(b_a.to(tl.float32), b_x, b_behind, input_precision=PRECISION)
+        b_left = left(b_since, b_total, b_ids, id_before, id_last, Decay is not None, Ids is not None, REVERSE)
+        b_out += b_behind * b_left[:, None]
     p_out = Out + ((i_b * T + o_t)[:, None] * heads + i_o) * OUTER + o_o[None, :]
     tl.store(p_out, b_out.to(Out.dtype.element_ty), mask=m_t[:, None] & m_o[None, :])
 
@@ -217,41 +223,52 @@ def decay_kernel(
     i_row = i_c.to(tl.int64) * rows + i_b * (H // share) + i_g
     p_state = i_row * K_WIDTH * share * V_WIDTH + i_h % share * V_WIDTH
 
-    b_weights, b_pairs = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
+    b_ids, id_before, id_last = o_c, 0, 0
+    if Ids is not None:
+        b_ids, id_before, id_last = chunk_ids(Ids, i_b, T, i_c * CHUNK, o_t, m_t, CHUNK)
+    b_since, b_total = summed(Decay + i_b * stride_db + i_h * stride_dh, o_t, stride_dt, m_t)
+
+    # One product at a time, so that they fit into registers. A token's pair with itself stands between nothing.
+    b_weights = tl.zeros([CHUNK, CHUNK], tl.float32)
+    for i_k in range(0, K_WIDTH, BLOCK_K):
+        o_k = i_k + tl.arange(0, BLOCK_K)
+        # [CHUNK, BLOCK_K], [BLOCK_K, CHUNK]
+        b_q = tile(p_q, o_t, stride_qt, o_k, 1, m_t, o_k < K_WIDTH)
+        b_k = tile(p_k, o_k, 1, o_t, stride_kt, o_k < K_WIDTH, m_t)
+        b_weights = first_dot(b_q, b_k, b_weights, PRECISION)
+    b_weights *= inside(b_since, b_ids, o_c, CHUNK, True, Ids is not None, True, False)
+    b_pairs = tl.zeros([CHUNK, CHUNK], tl.float32)
+    for i_v in range(0, V_WIDTH, BLOCK_V):
+        o_v = i_v + tl.arange(0, BLOCK_V)
+        # [CHUNK, BLOCK_V], [BLOCK_V, CHUNK]
+        b_y = tile(p_y, o_t, stride_yt, o_v, 1, m_t, o_v < V_WIDTH)
+        b_v = tile(p_v, o_v, 1, o_t, stride_vt, o_v < V_WIDTH, m_t)
+        b_pairs = first_dot(b_y, b_v, b_pairs, PRECISION)
+    b_pairs *= b_weights
+    b_ends = tl.sum(b_pairs, 1) - tl.sum(b_pairs, 0)
+
     # [CHUNK]: dy . (q S) and v . (k R); and S . R
     b_queries, b_keys, kept = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32), 0.0
     for i_k in range(0, K_WIDTH, BLOCK_K):
         o_k = i_k + tl.arange(0, BLOCK_K)
         m_k = o_k < K_WIDTH
-        # [CHUNK, BLOCK_K]
-        b_q = tile(p_q, o_t, stride_qt, o_k, 1, m_t, m_k)
-        b_k = tile(p_k, o_t, stride_kt, o_k, 1, m_t, m_k)
-        b_weights = first_dot(b_q, tl.trans(b_k), b_weights, PRECISION)
         for i_v in range(0, V_WIDTH, BLOCK_V):
             o_v = i_v + tl.arange(0, BLOCK_V)
             m_v = o_v < V_WIDTH
-            # [BLOCK_K, BLOCK_V]
+            # [BLOCK_K, BLOCK_V], [CHUNK, BLOCK_K], [CHUNK, BLOCK_V]
             b_s = tile(States + p_state, o_k, share * V_WIDTH, o_v, 1, m_k, m_v)
-            b_r = tile(Later + p_state, o_k, share * V_WIDTH, o_v, 1, m_k, m_v)
-            # [CHUNK, BLOCK_V]
+            b_q = tile(p_q, o_t, stride_qt, o_k, 1, m_t, m_k).to(tl.float32)
             b_y = tile(p_y, o_t, stride_yt, o_v, 1, m_t, m_v).to(tl.float32)
+            b_queries += tl.sum(tl.dot(b_q, b_s, input_precision=PRECISION) * b_y, 1)
+            b_r = tile(Later + p_state, o_k, share * V_WIDTH, o_v, 1, m_k, m_v)
+            b_k = tile(p_k, o_t, stride_kt, o_k, 1, m_t, m_k).to(tl.float32)
             b_v = tile(p_v, o_t, stride_vt, o_v, 1, m_t, m_v).to(tl.float32)
-            b_queries += tl.sum(tl.dot(b_q.to(tl.float32), b_s, input_precision=PRECISION) * b_y, 1)
-            b_keys += tl.sum(tl.dot(b_k.to(tl.float32), b_r, input_precision=PRECISION) * b_v, 1)
+            b_keys += tl.sum(tl.dot(b_k, b_r, input_precision=PRECISION) * b_v, 1)
             kept += tl.sum(tl.sum(b_s * b_r, 1), 0)
-            if i_k == 0:
-                b_pairs = tl.dot(b_y, tl.trans(b_v), b_pairs, input_precision=PRECISION)
-
-    b_ids, id_before, id_last = o_c, 0, 0
     if Ids is not None:
-        b_ids, id_before, id_last = chunk_ids(Ids, i_b, T, i_c * CHUNK, o_t, m_t, CHUNK)
         kept = tl.where(id_before == id_last, kept, 0.0)
-    b_since, b_total = summed(Decay + i_b * stride_db + i_h * stride_dh, o_t, stride_dt, m_t)
-    b_queries *= left(b_since, b_total, b_ids, id_before, id_last, True, Ids is not None, False)
+    b_ends += b_queries * left(b_since, b_total, b_ids, id_before, id_last, True, Ids is not None, False)
     b_keys *= left(b_since, b_total, b_ids, id_before, id_last, True, Ids is not None, True)
-    # A token's pair with itself stands between nothing.
-    b_pairs *= b_weights * inside(b_since, b_ids, o_c, CHUNK, True, Ids is not None, True, False)
-    b_ends = b_queries + tl.sum(b_pairs, 1) - tl.sum(b_pairs, 0)
     # Queries from here on, keys before.
     m_later = o_c[None, :] >= o_c[:, None]
     b_grad = tl.sum(tl.where(m_later, b_ends[None, :], b_keys[None, :]), 1) + kept * tl.exp(b_total.to(tl.float32))
