@@ -61,7 +61,7 @@ ui: $(INSTALLED)  ## the MLflow UI on http://127.0.0.1:5000 (PORT=5001 for anoth
 	  --backend-store-uri sqlite:///runs/mlflow.db
 
 # Tests of Triton kernels: they compile a lot, so they are dealt to several processes without needing pytest-xdist.
-GPU_TESTS = tests/gpu tests/kernels/test_attention_triton.py tests/kernels/test_attention_operators.py
+GPU_TESTS = tests/gpu tests/kernels/test_attention_triton.py tests/kernels/test_attention_operators.py tests/kernels/test_linear_triton.py
 PARTS = 0 1 2 3 4 5 6 7 8 9 10 11
 
 gpu:  ## where a GPU is: test the kernels on it and measure them (PYTHON with torch, triton, einops and pytest)
@@ -77,7 +77,7 @@ bench-step: $(INSTALLED)  ## what the framework adds to a training step, against
 	@$(BIN)/python -m experiments.bench_step
 
 bench-cpu: $(INSTALLED)  ## the ops on a CPU against what people use instead: docs/kernels_cpu.md
-	@$(BIN)/python -m kernels.bench && $(BIN)/python -m mixers.bench
+	@$(BIN)/python -m kernels.bench && $(BIN)/python -m kernels.bench_linear && $(BIN)/python -m mixers.bench
 
 lint: $(INSTALLED)  ## ruff, import-linter, and mypy on kernels, mixers and arch
 	@status=0; for check in 'ruff check .' lint-imports mypy; do $(BIN)/$$check || status=1; done; exit $$status

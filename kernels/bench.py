@@ -144,9 +144,11 @@ def window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attention(q, k, v, window=256)
 
 
-def growth(function: Callable[..., Tensor], rounds: int) -> tuple[float, float]:
+def growth(
+    function: Callable[..., Tensor], rounds: int, inputs: Callable[[int], list[Tensor]] = heads
+) -> tuple[float, float]:
     """Exponents of CPU time and memory of a forward and backward pass, from T 2048 to 8192."""
-    calls = [both(function, heads(length)) for length in (2048, 8192)]
+    calls = [both(function, inputs(length)) for length in (2048, 8192)]
     (short, long), (small, large) = cpu_ms(calls, rounds), [peak_bytes(call) for call in calls]
     return math.log(long / short, 4), math.log(large / small, 4)
 
