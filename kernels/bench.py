@@ -181,9 +181,11 @@ def step(x: Tensor, tail: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return causal_conv(x, weight, bias, tail=tail)
 
 
-def growth(function: Callable[..., Tensor], rounds: int) -> tuple[float, float]:
+def growth(
+    function: Callable[..., Tensor], rounds: int, inputs: Callable[[int], list[Tensor]] = heads
+) -> tuple[float, float]:
     """Exponents of CPU time and memory of a forward and backward pass, from T 2048 to 8192."""
-    calls = [both(function, heads(length)) for length in (2048, 8192)]
+    calls = [both(function, inputs(length)) for length in (2048, 8192)]
     (short, long), (small, large) = cpu_ms(calls, rounds), [peak_bytes(call) for call in calls]
     return math.log(long / short, 4), math.log(large / small, 4)
 

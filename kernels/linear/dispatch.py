@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.linear import operators, reference
-from kernels.linear.frame import attend
+from kernels.linear.frame import Ids, attend
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -28,16 +28,21 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, alone: bo
     return attend(_causal_sum, q, k, v, apart=True, **options)
 
 
-def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, state: Tensor, ids: Ids | None, strict: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     from kernels.linear import triton_run
 
-    return triton_run.forward(*arguments)
+    return triton_run.forward(q, k, v, log_decay, state, ids, strict)
 
 
-def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, states: Tensor, ids: Ids | None, strict: bool,
+    dy: Tensor, dstate: Tensor, decay: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
     from kernels.linear import triton_run
 
-    return triton_run.backward(*arguments)
+    return triton_run.backward(q, k, v, log_decay, states, ids, strict, dy, dstate, decay)
 
 
 def _chunk(time: int) -> int:

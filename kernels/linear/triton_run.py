@@ -1,4 +1,4 @@
-"""From tensors to launches, forward and backward; see `triton_chunk` for what each launch computes."""
+"""From tensors to launches, forward and backward; see `triton_forward` for what each launch computes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import Tensor
 
 from kernels.linear import triton_tiles as tiling
 from kernels.linear.frame import Ids
-from kernels.linear.triton_chunk import decay_kernel, product_kernel, states_kernel
-from kernels.triton_launch import dot_precision, empty, launch, padded
+from kernels.linear.triton_backward import decay_kernel
+from kernels.linear.triton_forward import product_kernel, states_kernel
+from kernels.triton_launch import dot_precision, empty, launch
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Call:
         return (0, 0, 0) if self.log_decay is None else self.log_decay.stride()
 
     def states(self, a: Tensor, b: Tensor, initial: Tensor, reverse: bool) -> tuple[Tensor, Tensor]:
-        """States [n, B G, K, r, V] before each chunk, in the order of time or its reverse, and [B, H, K, V] after all."""
+        """States [n, B G, K, r, V] before each chunk, in the order of time or its reverse; [B, H, K, V] after all."""
         batch, time, heads, value_dim = b.shape
         key_dim, initial = a.shape[3], initial.contiguous()
         states = empty(initial, self.chunks, self.rows, key_dim, self.share, value_dim)

@@ -21,7 +21,7 @@ class Tiles:
 
 def states_tiles(wide: bool) -> Tiles:
     """A program goes through all chunks of a tile of a head's state."""
-    return Tiles(32, 8, 2) if wide else Tiles(64, 4, 2)
+    return Tiles(16, 4, 2) if wide else Tiles(64, 4, 2)
 
 
 def product_tiles(wide: bool) -> Tiles:

@@ -101,9 +101,8 @@ def magnitudes(case, inputs, truth):
     if case[1]:
         ones = [torch.ones_like(v[..., :1])]
         with backend.using("reference"):
-            (total,) = linear_attention(
-                inputs[0], inputs[1], *ones, normalise=False, kv=inputs[4][..., None], log_decay=inputs[5], **places(case)
-            )[:1]
+            options = dict(normalise=False, kv=inputs[4][..., None], log_decay=inputs[5], **places(case))
+            total = linear_attention(*inputs[:2], *ones, **options)[0]
         v, kv, dkv = torch.cat([v, *ones], -1), torch.cat([kv, z[..., None]], -1), torch.cat([dkv, dz[..., None]], -1)
         dy = torch.cat([dy, (inputs[6] * truth["y"]).sum(-1, keepdim=True).abs()], -1) / total.where(total != 0, 1)
     plain = (case[0], False, *case[2:])
@@ -186,5 +185,5 @@ def test_offsets_beyond_32_bits():
 
 def test_a_dtype_that_the_kernels_lack_is_refused():
     q = torch.rand(1, 5, 1, 4, dtype=torch.float64, device=DEVICE)
-    with backend.using("triton"), pytest.raises(ValueError, match="dtype torch.float64 must be one of torch.float32"):
+    with backend.using("triton"), pytest.raises(ValueError, match=r"dtype torch\.float64 must be one of"):
         linear_attention(q, q, q)
