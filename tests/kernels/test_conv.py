@@ -138,6 +138,8 @@ def test_bad_input_is_named():
     x = torch.zeros(1, 4, 3)
     with pytest.raises(ValueError, match=r"weight must be \[W, 3\]"):
         causal_conv(x, torch.zeros(4, 2))
+    with pytest.raises(ValueError, match=r"weight must be \[W, 3\].* got \[3\]"):
+        causal_conv(x, torch.zeros(3))
     with pytest.raises(ValueError, match="tail must have shape"):
         causal_conv(x, torch.zeros(4, 3), tail=torch.zeros(1, 4, 3))
     with pytest.raises(ValueError, match=r"bias must be \[3\] for x \[1, 4, 3\]; got \[1\]"):
