@@ -150,7 +150,7 @@ def convolution_rows() -> Iterator[Row]:
     """Causal depthwise convolution with 4 taps; B 1, D 512."""
     name = "conv1d as transformers calls it"
     inputs = [torch.randn(shape, requires_grad=True) for shape in ((1, 2048, 512), (4, 512), (512,))]
-    yield Row("conv 4 forward, T 2048", name, forward(causal_conv, inputs), forward(channels_first, inputs), 2)
+    yield Row("conv 4 forward, T 2048, D 512", name, forward(causal_conv, inputs), forward(channels_first, inputs), 2)
     yield Row("conv 4 forward + backward", name, both(causal_conv, inputs), both(channels_first, inputs), 2)
     ids = torch.arange(2048).div(500, rounding_mode="floor").int()[None] + 1
 
