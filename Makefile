@@ -68,7 +68,9 @@ gpu:  ## where a GPU is: test the kernels on it and measure them (PYTHON with to
 	@status=0; running=; for part in $(PARTS); do \
 	  TEST_PART=$$part/$(words $(PARTS)) $(PYTHON) -m pytest -q $(GPU_TESTS) & running="$$running $$!"; done; \
 	for process in $$running; do wait $$process || status=1; done; \
-	for bench in bench_gpu bench_gpu_sparse; do $(PYTHON) -m kernels.$$bench --write || status=1; done; exit $$status
+	$(PYTHON) -m kernels.bench_gpu --write || status=1; \
+	$(PYTHON) -m kernels.bench_gpu_sparse --write || status=1; \
+	$(PYTHON) -m kernels.bench_gpu_linear || status=1; exit $$status
 
 aot: $(INSTALLED)  ## compile every Triton kernel for GPUs that need not be here, into docs/kernels_gpu.md
 	@TRITON_DEFAULT_FP_FUSION=1 $(BIN)/python -m kernels.triton_aot --write
@@ -77,7 +79,8 @@ bench-step: $(INSTALLED)  ## what the framework adds to a training step, against
 	@$(BIN)/python -m experiments.bench_step
 
 bench-cpu: $(INSTALLED)  ## the ops on a CPU against what people use instead: docs/kernels_cpu.md
-	@$(BIN)/python -m kernels.bench && $(BIN)/python -m mixers.bench
+	@$(BIN)/python -m kernels.bench && $(BIN)/python -m kernels.bench_linear && \
+	  $(BIN)/python -m mixers.bench && $(BIN)/python -m mixers.bench_mamba
 
 lint: $(INSTALLED)  ## ruff, import-linter, and mypy on kernels, mixers and arch
 	@status=0; for check in 'ruff check .' lint-imports mypy; do $(BIN)/$$check || status=1; done; exit $$status

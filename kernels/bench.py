@@ -153,7 +153,7 @@ def convolution_rows() -> Iterator[Row]:
     """Causal depthwise convolution with 4 taps; B 1, D 512."""
     name = "conv1d as transformers calls it"
     inputs = [torch.randn(shape, requires_grad=True) for shape in ((1, 2048, 512), (4, 512), (512,))]
-    yield Row("conv 4 forward, T 2048", name, forward(causal_conv, inputs), forward(channels_first, inputs), 2)
+    yield Row("conv 4 forward, T 2048, D 512", name, forward(causal_conv, inputs), forward(channels_first, inputs), 2)
     yield Row("conv 4 forward + backward", name, both(causal_conv, inputs), both(channels_first, inputs), 2)
     ids = torch.arange(2048).div(500, rounding_mode="floor").int()[None] + 1
 
@@ -221,9 +221,11 @@ def selected_rows() -> Iterator[Row]:
     yield Row("selected blocks forward + backward", name, both(ours, inputs), both(dense, inputs), 4)
 
 
-def growth(function: Callable[..., Tensor], rounds: int) -> tuple[float, float]:
+def growth(
+    function: Callable[..., Tensor], rounds: int, inputs: Callable[[int], list[Tensor]] = heads
+) -> tuple[float, float]:
     """Exponents of CPU time and memory of a forward and backward pass, from T 2048 to 8192."""
-    calls = [both(function, heads(length)) for length in (2048, 8192)]
+    calls = [both(function, inputs(length)) for length in (2048, 8192)]
     (short, long), (small, large) = cpu_ms(calls, rounds), [peak_bytes(call) for call in calls]
     return math.log(long / short, 4), math.log(large / small, 4)
 

@@ -1,4 +1,7 @@
-"""Rows of `python -m kernels.bench`: linear attention and the state space of Mamba-2; B 1, H 4, widths 64, causal."""
+"""`python -m kernels.bench_linear`: linear attention and the state space of Mamba-2 on a CPU, as in `kernels.bench`.
+
+B 1, H 4, widths 64, causal, float32.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import elu, logsigmoid
 
 from kernels import backend
-from kernels.bench import Call, Row, both, forward, heads
+from kernels.bench import Call, Row, both, cpu_ms, forward, growth, heads, measure, rounds_asked
 from kernels.linear.op import linear_attention
 from kernels.ssm.ssd import ssd
 
@@ -118,3 +121,22 @@ def decode(length: int) -> Call:
                 state = linear_attention(*token, kv=state[0], z=state[1])[1:]
 
     return turn
+
+
+def main() -> None:
+    """The command line."""
+    rounds = rounds_asked(__doc__ or "")
+    for line in measure(linear_rows(), rounds):
+        print(line, flush=True)
+    print("\nForward + backward from T 2048 to 8192: exponents of time and memory (asked: at most 1.3)")
+    for name, function, inputs in growing():
+        time_growth, memory_growth = growth(function, rounds, inputs)
+        print(f"{name}: {time_growth:.2f}, {memory_growth:.2f}", flush=True)
+    lengths = (512, 2048, 16384)
+    found = cpu_ms([decode(length) for length in lengths], 10 * rounds)
+    print("\nlinear: ms for 20 tokens behind so many others (asked: flat)")
+    print(", ".join(f"{length}: {ms:.2f}" for length, ms in zip(lengths, found, strict=True)))
+
+
+if __name__ == "__main__":
+    main()

@@ -14,6 +14,9 @@ from torch.nn.functional import silu
 from mixers.base import Mixer, State
 from mixers.convolution import convolve
 
+# The published floor of step sizes at the start.
+FLOOR = 1e-4
+
 
 class StateSpace(Mixer):
     """A mixer with a convolution of its own (`conv1d`) and a recurrent state of constant size.
@@ -22,22 +25,22 @@ class StateSpace(Mixer):
         channels: of the convolution.
         d_conv: its taps W; 1: none but the present token.
         conv_bias: does it have a bias?
-        state: shape of the state of one row.
+        state_shape: of one row.
     """
 
     has_convolution = True
 
-    def __init__(self, channels: int, d_conv: int, conv_bias: bool, state: tuple[int, ...]):
+    def __init__(self, channels: int, d_conv: int, conv_bias: bool, state_shape: tuple[int, ...]):
         super().__init__()
         self.conv1d = nn.Conv1d(channels, channels, d_conv, groups=channels, bias=conv_bias)
-        self.state = state
+        self.state_shape = state_shape
 
     def empty(self, batch: int, like: Tensor) -> dict[str, Tensor]:
         """The last W - 1 inputs of the convolution, and the state, at least fp32."""
         wide = torch.promote_types(like.dtype, torch.float32)
         return {
             "tail": like.new_zeros(batch, self.conv1d.kernel_size[0] - 1, self.conv1d.in_channels),
-            "state": like.new_zeros(batch, *self.state, dtype=wide),
+            "state": like.new_zeros(batch, *self.state_shape, dtype=wide),
         }
 
     def convolved(self, x: Tensor, past: State | None, documents: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
@@ -62,7 +65,7 @@ def step_bias(count: int, dt_min: float, dt_max: float) -> Tensor:
     """[count] whose softplus is log-uniform between dt_min and dt_max: the published start of step sizes.
 
     Raises:
-        ValueError: not 1e-4 <= dt_min <= dt_max (1e-4 is the published floor of steps at the start).
+        ValueError: not FLOOR <= dt_min <= dt_max.
     Source: Gu and Dao 2023, arXiv:2312.00752, section 3.6.
     """
     if not FLOOR <= dt_min <= dt_max:
@@ -70,6 +73,3 @@ def step_bias(count: int, dt_min: float, dt_max: float) -> Tensor:
     steps = torch.exp(torch.empty(count).uniform_(math.log(dt_min), math.log(dt_max)))
     # The inverse of the softplus.
     return steps + torch.log(-torch.expm1(-steps))
-
-
-FLOOR = 1e-4

@@ -66,8 +66,8 @@ def _check(
     if x.dim() != 3:
         raise ValueError(f"causal_conv wants x [B, T, D]; got {list(x.shape)}")
     batch, time, width = x.shape
-    taps = weight.shape[0]
-    if weight.dim() != 2 or weight.shape[1] != width or taps < 1:
+    taps = weight.shape[0] if weight.dim() == 2 else 0
+    if taps < 1 or weight.shape[1] != width:
         raise ValueError(f"weight must be [W, {width}] with W >= 1 for x {list(x.shape)}; got {list(weight.shape)}")
     if bias is not None and bias.shape != (width,):
         raise ValueError(f"bias must be [{width}] for x {list(x.shape)}; got {list(bias.shape)}")

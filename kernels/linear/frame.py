@@ -38,36 +38,46 @@ def attend(
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool,
     normalise: bool,
     log_decay: Tensor | None,
     kv: Tensor | None,
     z: Tensor | None,
     documents: Tensor | None,
     document: Tensor | None,
+    apart: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """As `reference.linear_attention`, out of causal sums."""
+    """As `reference.linear_attention`, out of causal sums; without a state `kv`, both ways.
+
+    apart: the normaliser is a sum of its own, where one more value column would be a tile of its own.
+    """
     dtype = v.dtype
-    if documents is not None:
-        pads = (documents == 0)[:, :, None, None]
+    pads = None if documents is None else (documents == 0)[:, :, None, None]
+    if pads is not None:
         q, k, v = (x.masked_fill(pads, 0) for x in (q, k, v))
         if log_decay is not None:
             log_decay = log_decay.expand(v.shape[:3]).masked_fill(pads[..., 0], 0)
-    if normalise:
-        # The normaliser is one more value column of ones; pads already have k = 0.
-        v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
-    if causal:
-        assert kv is not None
-        ids = None if documents is None or document is None else Ids.of(documents, document)
-        state = kv if z is None else torch.cat([kv, z[..., None]], -1)
-        y, state = causal_sum(q, k, v, log_decay, state, ids, False)
-        kv, z = (state[..., :-1], state[..., -1]) if normalise else (state, None)
+    ids = None if documents is None or document is None else Ids.of(documents, document)
+
+    def summed(values: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if state is None:
+            return _bidirectional(causal_sum, q, k, values, documents), None
+        return causal_sum(q, k, values, log_decay, state, ids, False)
+
+    # The normaliser is the sum of ones; pads already have k = 0.
+    ones = torch.ones_like(v[..., :1])
+    if not normalise:
+        y, kv = summed(v, kv)
+        return y.to(dtype), kv, None
+    if apart:
+        y, kv = summed(v, kv)
+        total, norm = summed(ones, z if z is None else z[..., None])
     else:
-        y, kv, z = _bidirectional(causal_sum, q, k, v, documents), None, None
-    if normalise:
-        y, total = y[..., :-1], y[..., -1:]
-        y = y / total.masked_fill(total == 0, 1)
-    return y.to(dtype), kv, z
+        state = None if kv is None or z is None else torch.cat([kv, z[..., None]], -1)
+        both, state = summed(torch.cat([v, ones], -1), state)
+        y, total = both.split([v.shape[3], 1], -1)
+        kv, norm = (None, None) if state is None else state.split([v.shape[3], 1], -1)
+    y = y / total.masked_fill(total == 0, 1)
+    return y.to(dtype), kv, None if norm is None else norm[..., 0]
 
 
 def _bidirectional(causal_sum: CausalSum, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:

@@ -8,9 +8,13 @@ import torch
 from torch import Tensor
 
 from kernels import backend, flops
-from kernels.linear import portable, reference
+from kernels.linear import dispatch, portable, reference
 
-IMPLEMENTATIONS = {"portable": portable.linear_attention, "reference": reference.linear_attention}
+IMPLEMENTATIONS = {
+    "triton": dispatch.linear_attention,
+    "portable": portable.linear_attention,
+    "reference": reference.linear_attention,
+}
 
 
 def linear_attention(
@@ -59,7 +63,7 @@ def linear_attention(
     if count := flops.counter():
         count.record("linear_attention", linear_attention_flops(q.shape, v.shape, normalise))
         return torch.empty_like(v), kv if return_state else None, z if return_state else None
-    run = backend.implementation("linear_attention", IMPLEMENTATIONS, q)
+    run = backend.implementation("linear_attention", IMPLEMENTATIONS, q, dispatch.refusal(q, kv, z))
     with no_autocast(q):
         y, kv, z = run(
             q, k, v, causal=causal, normalise=normalise, log_decay=log_decay, kv=kv, z=z if normalise else None,

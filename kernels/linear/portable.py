@@ -15,10 +15,10 @@ from kernels.linear.frame import Ids, attend
 CHUNK = 64
 
 
-def linear_attention(q: Tensor, k: Tensor, v: Tensor, *, alone: bool = False, **options: Any) -> tuple:
+def linear_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, alone: bool = False, **options: Any) -> tuple:
     """As `reference.linear_attention`; for a single token, or nothing at all, the recurrence itself."""
-    if options["causal"] and (q.shape[1] <= 1 or not q.numel() or not v.numel()):
-        return reference.linear_attention(q, k, v, **options)
+    if causal and (q.shape[1] <= 1 or not q.numel() or not v.numel()):
+        return reference.linear_attention(q, k, v, causal=True, **options)
     return attend(_causal_sum, q, k, v, **options)
 
 
@@ -33,7 +33,7 @@ def _forward(
     parts, (batch, time, groups, _) = _chunks(q, k, v, log_decay, ids, strict, state.dtype), q.shape
     y, states, state = chunks.forward(parts, rearrange(state, "b (g r) k v -> (b g) k r v", g=groups))
     state = rearrange(state, "(b g) k r v -> b (g r) k v", b=batch).contiguous()
-    return _row(y, batch, time).contiguous(), state, states
+    return _row(y, batch, time), state, states
 
 
 def _backward(
@@ -85,7 +85,9 @@ def _values(x: Tensor, size: int, groups: int) -> Tensor:
 
 
 def _row(x: Tensor, batch: int, time: int) -> Tensor:
-    return rearrange(x, "n (b g) c r v -> b (n c) (g r) v", b=batch)[:, :time]
+    row = rearrange(x, "n (b g) c r v -> b (n c) (g r) v", b=batch)
+    # A clone, because a slice would hold on to the filling.
+    return row.contiguous() if row.shape[1] == time else row[:, :time].clone(memory_format=torch.contiguous_format)
 
 
 def _steps(log_decay: Tensor, batch: int, time: int, size: int, groups: int) -> Tensor:

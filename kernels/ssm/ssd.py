@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels import backend, flops
-from kernels.linear import portable
+from kernels.linear import dispatch, portable
 from kernels.linear.op import check_wide, no_autocast
 from kernels.ssm import fused, ssd_reference
 
@@ -58,7 +58,8 @@ def ssd(
     if count := flops.counter():
         count.record("ssd", ssd_flops(x.shape, b.shape))
         return torch.empty_like(x), state if return_state else None
-    run = backend.implementation("ssd", IMPLEMENTATIONS, x, fused_refusal=fused.ssd_refusal(x, documents))
+    refusal, fused_refusal = dispatch.refusal(x, dt, state), fused.ssd_refusal(x, documents)
+    run = backend.implementation("ssd", IMPLEMENTATIONS, x, refusal, fused_refusal)
     with no_autocast(x):
         y, state = run(x, dt, a, b, c, state=state, documents=documents, document=document, alone=alone)
         if d is not None:
@@ -89,6 +90,7 @@ def _dual(
 
 
 IMPLEMENTATIONS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "triton": partial(_dual, dispatch.linear_attention),
     "portable": partial(_dual, portable.linear_attention),
     "reference": ssd_reference.ssd,
     "mamba_ssm": fused.ssd,

@@ -16,8 +16,6 @@ from kernels.ssm.triton_backward import scan_backward_kernel, scan_reach_kernel
 from kernels.ssm.triton_forward import scan_forward_kernel, scan_join_kernel
 from kernels.triton_launch import empty, launch, processors
 
-# Channels of a program: one sector of memory in bf16.
-BLOCK_D = 16
 # Programs that a multiprocessor is to have; time is cut into segments where rows and channels alone give fewer.
 RESIDENT = 12
 _JOIN = 256
@@ -48,7 +46,7 @@ class Call:
         """From the arguments of the operators."""
         x, dt, b, c = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, dt, b, c))
         d, fresh = (None if t is None else t.contiguous() for t in (d, fresh))
-        return cls(x, dt, a.contiguous(), b, c, d, fresh, *segments(x))
+        return cls(x, dt, a.contiguous(), b, c, d, fresh, *segments(x, a.shape[1]))
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -58,7 +56,12 @@ class Call:
     @property
     def programs(self) -> int:
         """Of the kernels that go through time."""
-        return self.x.shape[0] * self.segments * _blocks(self.x)
+        return self.x.shape[0] * self.segments * self.blocks
+
+    @property
+    def blocks(self) -> int:
+        """Of channels."""
+        return -(-self.x.shape[2] // block(self.a.shape[1]))
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -70,26 +73,28 @@ class Call:
         """What the kernels are compiled for."""
         states = self.a.shape[1]
         padded = int(triton.next_power_of_2(states))
-        return dict(N=states, N_PADDED=padded, BLOCK_D=BLOCK_D, warps=min(8, max(1, BLOCK_D * padded // 256)))
+        channels = block(states)
+        return dict(N=states, N_PADDED=padded, BLOCK_D=channels, warps=min(8, max(1, channels * padded // 256)))
 
     def per_segment(self) -> Tensor:
         """Memory for a state of each segment, [B, segments, D, N] fp32."""
         return empty(self.a, self.x.shape[0], self.segments, *self.a.shape)
 
 
-def segments(x: Tensor) -> tuple[int, int]:
+def block(states: int) -> int:
+    """Channels of a program: one sector of memory in bf16, or half of it where the states leave no registers."""
+    return 16 if states <= 128 else 8
+
+
+def segments(x: Tensor, states: int) -> tuple[int, int]:
     """How many segments keep a GPU busy, and their tokens. They cost the decays once more: fewer than 3 do not pay."""
-    batch, time, _ = x.shape
+    batch, time, width = x.shape
     pieces = max(1, -(-time // dispatch.PIECE))
-    wanted = min(pieces, processors(x) * RESIDENT // max(1, batch * _blocks(x)))
+    wanted = min(pieces, processors(x) * RESIDENT // max(1, batch * -(-width // block(states))))
     if wanted < 3:
         return 1, pieces * dispatch.PIECE
     span = -(-pieces // wanted) * dispatch.PIECE
     return -(-time // span), span
-
-
-def _blocks(x: Tensor) -> int:
-    return -(-x.shape[2] // BLOCK_D)
 
 
 def forward(call: Call, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,7 +133,7 @@ def backward(
     call: Call, dy: Tensor, dstate: Tensor, before: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, dt, a, b, c, d (empty where there is none) and the state before the first token."""
-    x, a, blocks = call.x, call.a, _blocks(call.x)
+    x, a = call.x, call.a
     dy, after = dy.contiguous(), dstate.contiguous()
     if call.segments > 1:
         added, kept = call.per_segment(), call.per_segment()
@@ -138,10 +143,10 @@ def backward(
         )  # fmt: skip
         after = _join(call, after, added, kept, reverse=True)
     dx, ddt, dbefore = (empty(t, *t.shape) for t in (x, call.dt, dstate))
-    da, (db, dc) = call.per_segment(), (empty(a, blocks, *t.shape) for t in (call.b, call.c))
+    da, (db, dc) = call.per_segment(), (empty(a, call.blocks, *t.shape) for t in (call.b, call.c))
     dd = empty(a, x.shape[0], call.segments, 0 if call.d is None else x.shape[2])
     constants = call.constants
-    scratch = empty(a, call.programs, dispatch.PIECE, BLOCK_D, constants["N_PADDED"])
+    scratch = empty(a, call.programs, dispatch.PIECE, constants["BLOCK_D"], constants["N_PADDED"])
     launch(
         scan_backward_kernel, call.programs, dy, x, call.dt, a, call.b, call.c, call.d, call.fresh, before, after,
         scratch, dx, ddt, da, db, dc, dd, dbefore, *call.strides, x.shape[0], *call.sizes, PIECE=dispatch.PIECE,

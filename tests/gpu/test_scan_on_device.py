@@ -61,10 +61,10 @@ def test_error_is_within_twice_that_of_the_definition_in_the_same_precision(shap
 
 def test_segments_of_time_change_nothing(monkeypatch):
     inputs = random_inputs(1, 4000, 64, 16, torch.float32)
-    assert triton_run.segments(inputs[0])[0] > 8
+    assert triton_run.segments(inputs[0], 16)[0] > 8
     several = results(torch.float32, "triton", inputs)
     monkeypatch.setattr(triton_run, "RESIDENT", 0)
-    assert triton_run.segments(inputs[0])[0] == 1
+    assert triton_run.segments(inputs[0], 16)[0] == 1
     for one, other in zip(results(torch.float32, "triton", inputs), several, strict=True):
         assert (one - other).norm() <= 1e-5 * one.norm()
 

@@ -90,6 +90,13 @@ def test_strides_of_input_and_gradient_do_not_matter():
     assert all(torch.allclose(strided, dense) for strided, dense in zip(*found, strict=True))
 
 
+def test_gradients_of_gradients_are_refused_and_not_wrong():
+    x, weight = torch.randn(1, 5, 2, requires_grad=True), torch.randn(4, 2)
+    (gradient,) = torch.autograd.grad(causal_conv(x, weight).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
 def test_sums_are_wide_and_the_result_has_the_dtype_of_x():
     """1 + 256 ones: in bfloat16, each added to the sum so far, they would stay 256."""
     x = torch.ones(1, 257, 1, dtype=torch.bfloat16)
@@ -131,6 +138,8 @@ def test_bad_input_is_named():
     x = torch.zeros(1, 4, 3)
     with pytest.raises(ValueError, match=r"weight must be \[W, 3\]"):
         causal_conv(x, torch.zeros(4, 2))
+    with pytest.raises(ValueError, match=r"weight must be \[W, 3\].* got \[3\]"):
+        causal_conv(x, torch.zeros(3))
     with pytest.raises(ValueError, match="tail must have shape"):
         causal_conv(x, torch.zeros(4, 3), tail=torch.zeros(1, 4, 3))
     with pytest.raises(ValueError, match=r"bias must be \[3\] for x \[1, 4, 3\]; got \[1\]"):

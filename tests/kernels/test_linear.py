@@ -181,6 +181,27 @@ def test_a_strong_decay_leaves_the_weak_ones_after_it_exact(strong, normalise):
     assert all(torch.isfinite(g).all() for g in torch.autograd.grad(y.sum(), (q, k, v)))
 
 
+def test_long_and_large_half_precision_keys_are_finite_and_right():
+    """4,096 keys of norm 20 in float16: the state grows past what float16 holds."""
+    torch.manual_seed(0)
+    q, k, v = (torch.rand(1, 4096, 1, 16, dtype=torch.float64) for _ in range(3))
+    k = (20 * k / k.norm(dim=-1, keepdim=True)).half()
+    y, kv, _ = linear_attention(q.half(), k, v.half())
+    expected = linear_attention(q.half().double(), k.double(), v.half().double())
+    assert kv.amax() > 4096 and (kv - expected[1]).norm() < 1e-5 * expected[1].norm()
+    assert y.dtype == torch.float16 and (y - expected[0]).norm() < 1e-3 * expected[0].norm()
+
+
+@pytest.mark.slow
+def test_operator_is_registered_as_pytorch_wants_it(small_chunks):
+    q, k, v = inputs(time=6, batch=1, heads=2, grad=True)
+    log_decay = (-torch.rand(1, 6, 2).double()).requires_grad_()
+    state, ids = torch.rand(1, 2, 5, 4).double().requires_grad_(), torch.ones(1, 6, dtype=torch.int32)
+    run = torch.ops.mixerlab.linear_attention_portable.default
+    for arguments in ((log_decay, state, ids, ids[:, 0]), (None, state, None, None)):
+        torch.library.opcheck(run, (q, k, v, *arguments, False))
+
+
 def test_an_empty_batch_is_an_empty_result(implementation):
     q, k, v = (t[:0] for t in inputs())
     y, kv, z = linear_attention(q, k, v)

@@ -92,6 +92,7 @@ TRAINED = {"mamba": "selective_scan_fn", "mamba2": "mamba_chunk_scan_combined"}
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_mixer_trains_on_it_with_the_same_results(package, name):
+    torch.manual_seed(0)
     mixer, x = registry.build(name, 32), torch.randn(2, 19, 32, requires_grad=True)
     got, expected = gradients(mixer, x, "mamba_ssm"), gradients(mixer, x, "portable")
     assert package == [TRAINED[name]]
@@ -102,6 +103,7 @@ def test_a_mixer_trains_on_it_with_the_same_results(package, name):
 @pytest.mark.parametrize("name", ["mamba", "mamba2"])
 def test_a_mixer_decodes_on_it_with_the_same_results(package, name):
     """A prompt, then one token at a time; each step leaves the state before it alone."""
+    torch.manual_seed(0)
     mixer, x, results = registry.build(name, 32), torch.randn(2, 9, 32), []
     for choice in ("mamba_ssm", "portable"):
         with torch.no_grad(), backend.using(choice):
@@ -119,6 +121,7 @@ def test_a_mixer_decodes_on_it_with_the_same_results(package, name):
 
 
 def test_mamba_2_has_gradients_through_its_states(package):
+    torch.manual_seed(0)
     x, state = torch.randn(1, 5, 2, 3, requires_grad=True), torch.randn(1, 2, 3, 4, requires_grad=True)
     dt, a, (b, c) = torch.rand(1, 5, 2), -torch.rand(2), torch.randn(2, 1, 5, 1, 4).unbind()
     results = []

@@ -73,6 +73,7 @@ CASES = [
     (7, 3, 33, True, False, False, torch.float16),
     (1, 18, 16, True, False, True, torch.float32),
     (3, 4, 1, False, True, True, torch.float32),
+    (2, 9, 129, True, True, False, torch.float32),
 ]
 
 
@@ -82,7 +83,7 @@ def test_error_is_within_twice_that_of_the_definition_in_the_same_precision(case
     time, width, states, skip, packed, several, dtype = case
     monkeypatch.setattr(triton_run, "RESIDENT", 12 if several else 0)
     inputs = random_inputs(time, width, states, skip, dtype)
-    segments, span = triton_run.segments(inputs[0])
+    segments, span = triton_run.segments(inputs[0], states)
     assert (segments > 1) == (several and time > 6) and segments * span >= time
     truth = results("reference", torch.float64, inputs, packed)
     plain = results("reference", dtype, inputs, packed)

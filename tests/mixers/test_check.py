@@ -32,8 +32,7 @@ def test_ours_declare_what_every_property_needs(name):
     said = declared(registry.get(name))
     assert said.reference is not None and said.growth is not None
     assert (said.unordered is not None) == ("causal" in registry.options(name))
-    free = set(registry.options(name)) - {"feature_map"}  # one value only
-    assert set(said.alternatives) == free
+    assert set(said.alternatives) == set(registry.options(name))
     assert not said.exempt
 
 

@@ -82,7 +82,7 @@ def test_a_block_leaves_its_convolution_out(name):
 
 @both
 def test_sums_stay_fp32_under_autocast(name):
-    """C41: the state, and the scan's results of rounded inputs."""
+    """C41; the ops refuse steps, decays and skips that are narrower."""
     mixer, x = registry.build(name, 32), torch.randn(2, 9, 32)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         y, state = mixer.extend(x, mixer.start(2, x))

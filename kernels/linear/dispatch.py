@@ -1,0 +1,54 @@
+"""The Triton kernels of linear attention: as operators, and reasons why they cannot run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.linear import operators, reference
+from kernels.linear.frame import Ids, attend
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def refusal(*tensors: Tensor | None) -> str | None:
+    """What of this call the kernels do not have; None: nothing."""
+    for t in tensors:
+        if t is not None and t.dtype not in DTYPES:
+            return f"dtype {t.dtype} must be one of {', '.join(map(str, DTYPES))}"
+    return None
+
+
+def linear_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, alone: bool = False, **options: Any) -> tuple:
+    """As `reference.linear_attention`; for a single token, or nothing at all, the recurrence itself."""
+    if causal and (q.shape[1] <= 1 or not q.numel() or not v.numel()):
+        return reference.linear_attention(q, k, v, causal=True, **options)
+    return attend(_causal_sum, q, k, v, apart=True, **options)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, state: Tensor, ids: Ids | None, strict: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    from kernels.linear import triton_run
+
+    return triton_run.forward(q, k, v, log_decay, state, ids, strict)
+
+
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, states: Tensor, ids: Ids | None, strict: bool,
+    dy: Tensor, dstate: Tensor, decay: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
+    from kernels.linear import triton_run
+
+    return triton_run.backward(q, k, v, log_decay, states, ids, strict, dy, dstate, decay)
+
+
+def _chunk(time: int) -> int:
+    from kernels.linear import triton_tiles
+
+    return triton_tiles.CHUNK
+
+
+_causal_sum = operators.causal_sum("linear_attention", _forward, _backward, _chunk)
