@@ -167,17 +167,15 @@ class NativeSparseAttention(Mixer):
         """The branch's output, the blocks that it selects, and what is kept of it."""
         past, places = piece.past, piece.real_places
         ends = Ends(self.compress_block, self.compress_stride, q.shape[1], past, places)
-        tails = {"k": k, "v": v} if past is None else past.part("tail").own
-        before = [None if past is None else tails[name] for name in ("k", "v")]
-        keys = self.compress_k(ends.blocks(before[0], k))
-        values = self.compress_v(ends.blocks(before[1], v))
+        tail_k, tail_v = (None, None) if past is None else (past["tail.k"], past["tail.v"])
+        keys, values = self.compress_k(ends.blocks(tail_k, k)), self.compress_v(ends.blocks(tail_v, v))
         kept: dict[str, Tensor] = {}
         if past is not None:
             seen, now = ends.keep(past, keys, values)
             keys, values = seen.k.to(q.dtype), seen.v.to(q.dtype)
             count = None if piece.documents is None else (piece.documents > 0).sum(1)
-            fresh = {name: ends.tail(old, new, count) for name, old, new in zip("kv", before, (k, v), strict=True)}
-            kept = _named("compressed", now) | _named("tail", fresh)
+            tails = {"k": ends.tail(tail_k, k, count), "v": ends.tail(tail_v, v, count)}
+            kept = _named("compressed", now) | _named("tail", tails)
         y, indices = compressed_attention(
             q,
             keys,
