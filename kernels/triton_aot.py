@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,16 +92,18 @@ def kernel_names() -> set[str]:
     return {f.__name__ for f in found if f.__name__.endswith("_kernel")}
 
 
-def launches(chosen: Iterable[Example]) -> Iterator[tuple[str, Launch]]:
-    """(label, launch), each compilation once."""
-    seen = set()
+def launches(chosen: Iterable[Example], each: int | None = None) -> Iterator[tuple[str, Launch]]:
+    """(label, launch), each compilation once, and of each kernel the first `each`."""
+    seen: set[tuple[Any, ...]] = set()
+    many: Counter[str] = Counter()
     for label, call in chosen:
         with recording() as records:
             call()
         for launch in records:
             key = (launch.kernel.__name__, launch.warps, launch.stages, repr(_specialised(launch)))
-            if key not in seen:
+            if key not in seen and (each is None or many[key[0]] < each):
                 seen.add(key)
+                many[key[0]] += 1
                 yield label, launch
 
 
@@ -169,12 +172,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compile every Triton kernel for GPUs that need not be there.")
     parser.add_argument("--sm", type=int, nargs="+", default=[80, 90], choices=sorted(SHARED_LIMIT))
     parser.add_argument("--only", default="", help="examples whose label holds this")
+    parser.add_argument("--each", type=int, help="of every kernel only the first so many (default: all)")
     parser.add_argument("--write", action="store_true", help="put the table into docs/kernels_gpu.md")
     given = parser.parse_args(arguments)
     rows = [f"Compiled by triton {triton.__version__}.", "", HEAD, re.sub(r"[^|]+", "---", HEAD)]
     faults, seen = [], set()
     print(*rows, sep="\n")
-    for label, launch in launches(e for e in examples() if given.only in e[0]):
+    for label, launch in launches((e for e in examples() if given.only in e[0]), given.each):
         for architecture in given.sm:
             report = compiled(launch, architecture, label)
             seen.add(report.kernel)
