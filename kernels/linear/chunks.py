@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 # Matrices [C, C] of decays worked on at a time.
-AT_ONCE = 64
+AT_ONCE = 32
 
 
 @dataclass(frozen=True)
@@ -95,13 +95,10 @@ class Factors:
         coarse = since.to(kind)
         fine = (since - coarse).to(kind)
         between = (coarse[..., :, None] - coarse[..., None, :]).add_(fine[..., :, None] - fine[..., None, :])
-        return cls(
-            # Hidden before the exponential, which would overflow there, and after it.
-            between.tril_().exp_().tril_(-1 if strict else 0),
-            coarse.exp()[..., None],
-            (since[..., -1:] - since).to(kind).exp()[..., None],
-            coarse[..., -1:, None].exp(),
-        )
+        # Hidden before the exponential, which would overflow there, and after it.
+        inside = between.tril_().exp_().tril_(-1 if strict else 0)
+        query, key = coarse.exp()[..., None], (since[..., -1:] - since).to(kind).exp()[..., None]
+        return cls(inside, query, key, query[..., -1:, :])
 
     def within(self, ids: Tensor, before: Tensor) -> Factors:
         """The state belongs to one document; ids [n, P, C], before [n, P]."""
@@ -166,16 +163,17 @@ def backward(chunks: Chunks, states: Tensor, dy: Tensor, dstate: Tensor, grads: 
         q, k, v, dpart, before = part.q, part.k, part.v, load(dy[at], chunks.kind), states[at].contiguous()
         late, early = scaled(q, factors.query), scaled(k, factors.key)
         after, dstate = scan(late.mT @ dpart, factors.keep, dstate, reverse=True)
-        scores = q @ k.mT
-        store(((scores * factors.inside).mT @ dpart).add_(early @ after), grads.v[at])
-        dscores = (dpart @ v.mT).mul_(factors.inside)
-        dlate, dearly = dpart @ before.mT, v @ after.mT
-        if grads.steps is not None:
-            carried = (late * dlate).sum(-1), (early * dearly).sum(-1), (scaled(before, factors.keep) * after).sum((-2, -1))
-            grads.steps[at] = _step_gradient(dscores * scores, *carried)
-        shared = _over_heads(dscores)
-        store((shared @ k).add_(_over_heads(scaled(dlate, factors.query))), grads.q[at])
-        store((shared.mT @ q).add_(_over_heads(scaled(dearly, factors.key))), grads.k[at])
+        weights = q @ k.mT * factors.inside
+        store((weights.mT @ dpart).add_(early @ after), grads.v[at])
+        dweights, dlate, dearly = dpart @ v.mT, dpart @ before.mT, v @ after.mT
+        if grads.steps is not None and factors.keep is not None:
+            # In place of what is not needed again.
+            queries, keys, pairs = late.mul_(dlate).sum(-1), early.mul_(dearly).sum(-1), weights.mul_(dweights)
+            kept = (before * after).sum((-2, -1)) * factors.keep[..., 0, 0]
+            grads.steps[at] = _step_gradient(pairs, queries, keys, kept)
+        dscores = _over_heads(dweights.mul_(factors.inside))
+        store((dscores @ k).add_(_over_heads(scaled(dlate, factors.query))), grads.q[at])
+        store((dscores.mT @ q).add_(_over_heads(scaled(dearly, factors.key))), grads.k[at])
     return dstate
 
 
@@ -188,11 +186,11 @@ def _step_gradient(pairs: Tensor, queries: Tensor, keys: Tensor, states: Tensor)
     """Gradient [n, P, r, C] of each log-decay t: the sum over all pairs that it stands between.
 
     Args:
-        pairs: [n, P, r, C (i), C (j)], j < t <= i.
+        pairs: [n, P, r, C (i), C (j)], j < t <= i; overwritten.
         queries: [n, P, r, C (i)] with the state before, t <= i.
         keys: [n, P, r, C (j)] with the state after, j < t.
         states: [n, P, r], all t.
     """
     # Sums of what a strong decay leaves, over j up to t, then over i; their differences would lose it.
-    upto = pairs.cumsum(-1).tril_(-1).sum(-2) + keys.cumsum(-1)
+    upto = pairs.cumsum_(-1).tril_(-1).sum(-2) + keys.cumsum(-1)
     return pad(upto[..., :-1], (1, 0)) + queries.flip(-1).cumsum(-1).flip(-1) + states[..., None]
