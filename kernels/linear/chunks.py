@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 # Matrices [C, C] of decays worked on at a time.
-AT_ONCE = 32
+AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -52,20 +52,21 @@ class Chunks:
         """A few chunks at a time, where they stand, and what their tokens are to each other."""
         size = max(1, AT_ONCE // self.v.shape[1:4].numel())
         alike = self.ids is None and (self.steps is None or self.steps.shape[0] == 1)
-        shared = self._factors(slice(0, 1)) if alike else None
+        sums = None if self.steps is None else summed(self.steps)
+        shared = self._factors(sums, slice(1)) if alike else None
         starts = range(0, self.q.shape[0], size)
         for start in reversed(starts) if reverse else starts:
             at = slice(start, start + size)
             part = Part(*(load(x[at], self.kind) for x in (self.q, self.k, self.v)))
-            yield at, part, shared or self._factors(at)
+            yield at, part, shared or self._factors(sums, at)
 
-    def _factors(self, at: slice) -> Factors:
-        size = self.q.shape[-2]
-        if self.steps is None:
+    def _factors(self, sums: tuple[Tensor, Tensor, Tensor, Tensor] | None, at: slice) -> Factors:
+        if sums is None:
+            size = self.q.shape[-2]
             seen = torch.ones(1, 1, 1, size, size, dtype=self.kind, device=self.q.device)
             factors = Factors(seen.tril_(-1 if self.strict else 0))
         else:
-            factors = Factors.of(self.steps if self.steps.shape[0] == 1 else self.steps[at], self.strict)
+            factors = Factors.of(self.strict, *(t if t.shape[0] == 1 else t[at] for t in sums))
         if self.ids is None or self.before is None:
             return factors
         return factors.within(self.ids[at], self.before[at])
@@ -88,16 +89,11 @@ class Factors:
     keep: Tensor | None = None
 
     @classmethod
-    def of(cls, steps: Tensor, strict: bool) -> Factors:
-        """From log-decays [n, P, r, C]."""
-        # In float64, so that a difference of sums keeps its digits behind a strong decay.
-        since, kind = steps.double().cumsum(-1), steps.dtype
-        coarse = since.to(kind)
-        fine = (since - coarse).to(kind)
+    def of(cls, strict: bool, coarse: Tensor, fine: Tensor, query: Tensor, key: Tensor) -> Factors:
+        """From what `summed` gives."""
         between = (coarse[..., :, None] - coarse[..., None, :]).add_(fine[..., :, None] - fine[..., None, :])
         # Hidden before the exponential, which would overflow there, and after it.
         inside = between.tril_().exp_().tril_(-1 if strict else 0)
-        query, key = coarse.exp()[..., None], (since[..., -1:] - since).to(kind).exp()[..., None]
         return cls(inside, query, key, query[..., -1:, :])
 
     def within(self, ids: Tensor, before: Tensor) -> Factors:
@@ -107,6 +103,15 @@ class Factors:
         query, key = ((ids == id[..., None])[:, :, None, :, None].to(inside.dtype) for id in (before, last))
         keep = (before == last)[:, :, None, None, None].to(inside.dtype)
         return Factors(inside, *map(scaled, (query, key, keep), (self.query, self.key, self.keep)))
+
+
+def summed(steps: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of log-decays [n, P, r, C]: their sums up to each token, and a rest of these; `Factors.query`, `Factors.key`."""
+    # In float64 and kept in two numbers, so that a difference of sums keeps its digits behind a strong decay.
+    since, kind = steps.double().cumsum(-1), steps.dtype
+    coarse = since.to(kind)
+    key = (since[..., -1:] - since).to(kind).exp()
+    return coarse, (since - coarse).to(kind), coarse.exp()[..., None], key[..., None]
 
 
 def scaled(x: Tensor, factor: Tensor | None) -> Tensor:
@@ -136,14 +141,12 @@ def forward(chunks: Chunks, state: Tensor, y: Tensor, states: Tensor) -> Tensor:
 
 def scan(added: Tensor, keep: Tensor | None, state: Tensor, reverse: bool = False) -> tuple[Tensor, Tensor]:
     """The states before each chunk and after all, from what each adds, which is overwritten, and keeps."""
-    states = torch.empty_like(added)
-    order = range(added.shape[0])
-    for i in reversed(order) if reverse else order:
-        states[i] = state
-        if keep is None:
-            state = added[i].add_(state)
-        else:
-            state = added[i].addcmul_(keep[i if keep.shape[0] > 1 else 0], state)
+    states, count = torch.empty_like(added), added.shape[0]
+    keeps = [None] * count if keep is None else keep.expand(count, *keep.shape[1:]).unbind()
+    order = list(zip(added.unbind(), states.unbind(), keeps, strict=True))
+    for more, before, kept in reversed(order) if reverse else order:
+        before.copy_(state)
+        state = more.add_(state) if kept is None else more.addcmul_(kept, state)
     return states, state
 
 

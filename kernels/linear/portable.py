@@ -46,9 +46,9 @@ def _backward(
     """See `operators.Backward`."""
     layout = _Layout.of(q, v, log_decay)
     parts = layout.chunks(q, k, v, log_decay, ids, strict, states.dtype)
-    dq, dk, dv = whole = [layout.empty(t, t.dtype) for t in (q, k, v)]
+    dq, dk, dv = (layout.empty(t, t.dtype) for t in (q, k, v))
     dsteps = states.new_empty(*layout.grid(q), layout.share, layout.size) if decay and log_decay is not None else None
-    grads = chunks.Gradients(*map(layout.split, whole), dsteps)
+    grads = chunks.Gradients(layout.split(dq), layout.split(dk), layout.split(dv), dsteps)
     dstate = chunks.backward(parts, layout.states(states), layout.split(dy), layout.state(dstate), grads)
     found = None
     if dsteps is not None and log_decay is not None:
@@ -110,17 +110,18 @@ class _Layout:
         return x.clone(memory_format=torch.contiguous_format)
 
     def chunks(
-        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, ids: Ids | None, strict: bool, wide: torch.dtype
-    ) -> chunks.Chunks:
+        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, ids: Ids | None, strict: bool,
+        kind: torch.dtype,
+    ) -> chunks.Chunks:  # fmt: skip
         """The rows in chunks."""
         batch, time, groups, _ = q.shape
-        steps = None if log_decay is None else _steps(log_decay.to(wide), batch, time, self.size, groups)
+        steps = None if log_decay is None else _steps(log_decay.to(kind), batch, time, self.size, groups)
         row = before = None
         if ids is not None:
             row = torch.cat([ids.row, ids.row[:, -1:].expand(-1, -time % self.size)], 1)
             row = repeat(row, "b (n c) -> n (b g) c", c=self.size, g=groups)
             before = torch.cat([ids.before.repeat_interleave(groups)[None], row[:-1, :, -1]])
-        return chunks.Chunks(*map(self.split, (q, k, v)), steps, row, before, strict, wide)
+        return chunks.Chunks(self.split(q), self.split(k), self.split(v), steps, row, before, strict, kind)
 
 
 def _cut(x: Tensor, like: Tensor) -> Tensor:
