@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 # Matrices [C, C] of decays worked on at a time.
-AT_ONCE = 64
+AT_ONCE = 32
 
 
 @dataclass(frozen=True)
