@@ -51,6 +51,7 @@ class Comparison:
         # The first decides; empty where no finished run says how good it is.
         self.quality = tables.quality(self.counted)
         self.costs = tables.costs(self.counted)
+        self.reads = tables.reads(self.counted)
         # cell -> metric -> Interval, best cell first
         self.summary = tables.summary(self.counted, [*self.quality, *self.costs])
         self.cells = list(self.summary.index)

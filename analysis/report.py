@@ -79,11 +79,22 @@ def _headline(about: Comparison) -> str:
         rows.append([cell, *values, str(about.sizes[cell]), about.groups[cell]])
     lines = [f"{about.task}: {about.budget}, seeds {', '.join(about.seeds) or 'not recorded'}"]
     if about.cells:
-        lines += ["", tables.text(rows), about.group_note, ""]
+        lines += ["", tables.text(rows), about.group_note, "", *_frontier(about)]
     lost = [f"Not counted: {row['who']}: {row['status']}, {row['reason']}" for row in _left(about)]
     if len(lost) > MOST_LINES:
         lost = [*lost[: MOST_LINES - 1], f"Not counted: {len(lost) - MOST_LINES + 1} more, listed in the report"]
     return "\n".join([*lines, *about.findings, *about.warnings, *lost])
+
+
+def _frontier(about: Comparison) -> list[str]:
+    """Quality at what is read for it, for a terminal, where it was tested along lengths."""
+    if len(about.reads) < 2:
+        return []
+    rows = [["cell", *(metric(name).title for name in about.reads)]]
+    for cell in about.cells:
+        both = [[tables.show(name, about.summary.at[cell, name]) for name in pair] for pair in about.reads.items()]
+        rows.append([cell, *map(" at ".join, both)])
+    return ["Each at the bytes that attention moves for one more token behind such a row:", "", tables.text(rows), ""]
 
 
 def _left(about: Comparison) -> list[dict[str, str]]:
@@ -183,8 +194,8 @@ def _learning(about: Comparison, styles: Mapping[str, plots.Style]) -> Iterable[
 
 def _tradeoffs(about: Comparison, styles: Mapping[str, plots.Style]) -> Iterable[Picture]:
     drawn = ("complexity/flops_per_token_train", "complexity/state_bytes")
-    for cost in [name for name in about.costs if name.startswith(drawn) and about.quality]:
-        name = about.quality[0]
+    pairs = [(about.quality[0], cost) for cost in about.costs if cost.startswith(drawn) and about.quality]
+    for name, cost in [*pairs, *about.reads.items()]:
         corner = "Lower" if metric(name).better == "lower" else "Upper"
         caption = f"One point a cell; bars are {LEVEL:.0%} intervals over seeds. {corner} left is better and cheaper."
         points = {cell: (about.summary.at[cell, cost].mean, about.summary.at[cell, name]) for cell in about.cells}

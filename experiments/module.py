@@ -303,7 +303,9 @@ def train(
     recorder = Recorder(plan, tracker, say)
     if start is None or start.content["key"] != plan.key:
         at = (0, 0) if start is None else (start.position.step, start.content["tokens"])
-        recorder.keep(*at, cost.measure(plan.skeleton, plan.task.length).metrics())
+        # What goes without a length is that of the first.
+        for length in reversed(plan.task.lengths):
+            recorder.keep(*at, cost.measure(plan.skeleton, length).metrics())
     plan.task.keep(tracker.folder)
     suites = {split: plan.task.suites(split) for split in ("validation", "test")}
     validation, test = (

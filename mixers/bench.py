@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.attention.op import attention
-from kernels.bench import Call, Row, cpu_ms, forward, measure, rounds_asked
+from kernels.bench import Call, Row, both, cpu_ms, forward, headed, measure, rounds_asked
 from mixers import cache, registry
 from mixers.base import State
 
@@ -102,10 +102,14 @@ def nsa_rows() -> Iterator[Row]:
         name = "native-sparse-attention-pytorch"
         yield Row("nsa forward, T 1024", name, forward(ours, x), forward(theirs, x), 20, 0.05)
         yield Row("nsa forward + backward", name, trained(ours, x), trained(theirs, x), 20, 0.05)
-    # Whole mixers: projections and RoPE on both sides.
     x, full = [torch.randn(1, 16384, 256)], registry.build("gqa", 256, n_heads=4, n_kv_heads=2)
-    yield Row("nsa forward, T 16384", "gqa: causal SDPA", forward(ours, x), forward(full, x), 1.2)
-    yield Row("nsa forward + backward", "gqa: causal SDPA", trained(ours, x), trained(full, x), 1.5)
+    # The same heads without projections, RoPE and gates, which only `ours` has.
+    qkv = [torch.randn(1, 16384, count, WIDTH, requires_grad=True) for count in (4, 2, 2)]
+    sdpa = headed(lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
+    yield Row("nsa forward, T 16384", "causal SDPA alone", forward(ours, x), forward(sdpa, qkv), 1.2)
+    yield Row("nsa forward + backward, T 16384", "causal SDPA alone", trained(ours, x), both(sdpa, qkv), 1.5)
+    yield Row("nsa forward, T 16384", "gqa, the whole mixer", forward(ours, x), forward(full, x), 1.2)
+    yield Row("nsa forward + backward, T 16384", "gqa, the whole mixer", trained(ours, x), trained(full, x), 1.5)
 
 
 def trained(mixer: nn.Module, inputs: list[Tensor]) -> Call:

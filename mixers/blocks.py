@@ -40,10 +40,11 @@ class Compress(nn.Module):
         """See the class."""
         if self.how == "mean":
             return x.mean(2)
-        if self.how == "linear":
-            return self.weight(rearrange(x, "b c l g k -> b c g (l k)"))
-        x = x + self.places[:, None].to(x.dtype)
-        return self.weight(gelu(self.hidden(rearrange(x, "b c l g k -> b c g (l k)"))))
+        if self.how == "mlp":
+            x = x + self.places[:, None].to(x.dtype)
+        rows = rearrange(x, "b c l g k -> b g c (l k)")
+        y = self.weight(rows) if self.how == "linear" else self.weight(gelu(self.hidden(rows)))
+        return y.transpose(1, 2)
 
 
 class Ends:
@@ -102,8 +103,11 @@ class Ends:
         if not self.new:
             return tokens.new_zeros(x.shape[0], 0, self.block, *x.shape[2:])
         parts = self.block // self.stride
-        strides = tokens[:, first : first + (self.new + parts - 1) * self.stride].unflatten(1, (-1, self.stride))
-        return torch.cat([strides[:, i : i + self.new] for i in range(parts)], 2)
+        # In memory a block of a head is one row, as `Compress` reads it.
+        tokens = tokens[:, first : first + (self.new + parts - 1) * self.stride].transpose(1, 2)
+        strides = tokens.unflatten(2, (-1, self.stride))
+        blocks = torch.cat([strides[:, :, i : i + self.new] for i in range(parts)], 3)
+        return rearrange(blocks, "b g c l k -> b c l g k")
 
     def tail(self, before: Tensor | None, x: Tensor, count: Tensor | None) -> Tensor:
         """The last block - 1 tokens [B, block - 1, G, K] after the piece, of which `count` [B] are real."""

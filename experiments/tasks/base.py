@@ -96,7 +96,7 @@ class Task(ABC):
     Attributes:
         name: the task's name in configs, params and streams.
         vocabulary: V, tokens and labels are in [0, V).
-        length: T of a training row; the length at which a run's cost is counted.
+        length: T of a training row.
         reads: "past": a stack that sees later tokens would see the labels; "both": one that does not could not know
             them; "any".
         located: options that say where the data lie or come from; `fingerprint` stands for them in a run's key.
@@ -111,6 +111,11 @@ class Task(ABC):
     located: tuple[str, ...] = ("path",)
     about: tuple[str, ...] = ()
     vocabulary_digest: str = ""
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of a row at which a run's cost is counted, the training rows' first."""
+        return (self.length,)
 
     @property
     def longest(self) -> int:

@@ -29,13 +29,15 @@ class MQAR(SyntheticTask):
     is never shown again. All other positions hold filler, 0.
 
     A training row draws its kv evenly from `kv`, from its own stream, so every batch mixes them. Suites are named kv4,
-    kv8, ...: validation has those of `kv`; test has those of `test_kv`, in rows of max(length, 4 kv) tokens.
+    kv8, ...: validation has those of `kv`; test has those of `test_kv`, in rows of max(length, 4 kv) tokens, or under
+    `test_length` length256, length512, ...: the same number of pairs in longer and longer rows.
 
     Args:
         vocabulary: V, even; the largest kv needs V/2 - 1 keys.
         length: T, tokens a training row, at least 4 times the largest of `kv`.
         kv: numbers of pairs to train on.
         test_kv: numbers of pairs to test on; they may go beyond the trained ones.
+        test_length: tokens of the test rows, a suite each, all of the one number in `test_kv`; None: as above.
         alpha: the power law of the gaps, 0 < alpha <= 1; 1 is uniform.
         filler: zero, as in the published experiments, or random: any token of [0, V). That is harder: a key of the
             context may stand there by chance, before a wrong token. The label stays the value of the context.
@@ -54,12 +56,14 @@ class MQAR(SyntheticTask):
         length: int = 64,
         kv: Sequence[int] = (4, 8, 16),
         test_kv: Sequence[int] = (4, 8, 16, 32),
+        test_length: Sequence[int] | None = None,
         alpha: float = 0.01,
         filler: Literal["zero", "random"] = "zero",
         rows_per_suite: int = 256,
     ) -> None:
         self.kv = whole_numbers("kv", kv)
         self.test_kv = whole_numbers("test_kv", test_kv)
+        self.test_length = () if test_length is None else whole_numbers("test_length", test_length)
         self.length = at_least("length", length, 1)
         self.vocabulary = at_least("vocabulary", vocabulary, 1)
         self.rows_per_suite = at_least("rows_per_suite", rows_per_suite, 1)
@@ -69,7 +73,11 @@ class MQAR(SyntheticTask):
 
     @property
     def longest(self) -> int:
-        return max(self.length, 4 * max(self.kv + self.test_kv))
+        return max(self.length, *self.test_length, 4 * max(self.kv + self.test_kv))
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys((self.length, *self.test_length)))
 
     def _check(self) -> None:
         most = max(self.kv + self.test_kv)
@@ -83,15 +91,23 @@ class MQAR(SyntheticTask):
                 f"length={self.length} must be at least 4 * kv = {4 * max(self.kv)} (kv={list(self.kv)}): "
                 f"a pair takes 2 tokens, its query 2 more"
             )
+        if self.test_length and len(self.test_kv) > 1:
+            raise ValueError(
+                f"test_kv={list(self.test_kv)} must be one number of pairs under test_length={list(self.test_length)}"
+            )
+        if self.test_length and min(self.test_length) < 4 * self.test_kv[0]:
+            raise ValueError(
+                f"test_length={list(self.test_length)} must be at least 4 * test_kv = {4 * self.test_kv[0]} each"
+            )
         if not 0 < self.alpha <= 1:
             raise ValueError(f"alpha={self.alpha!r} must be above 0 and at most 1")
         if self.filler not in ("zero", "random"):
             raise ValueError(f"filler={self.filler!r} must be zero or random")
 
-    def draw(self, rng: np.random.Generator, difficulty: int | None) -> Row:
-        """One row of `difficulty` pairs: tokens, labels [max(length, 4 kv)] int64."""
-        kv = self.kv[int(rng.random() * len(self.kv))] if difficulty is None else difficulty
-        length, half = max(self.length, 4 * kv), self.vocabulary // 2
+    def draw(self, rng: np.random.Generator, difficulty: tuple[int, int] | None) -> Row:
+        """One row, of `difficulty` pairs and tokens: tokens, labels [T] int64."""
+        kv, length = difficulty or (self.kv[int(rng.random() * len(self.kv))], self.length)
+        half = self.vocabulary // 2
         keys = different(rng, kv, 1, half)
         values = different(rng, kv, half, self.vocabulary)
         queries = 2 * kv + 2 * _gaps(rng, kv, (length - 2 * kv) // 2, self.alpha)
@@ -111,8 +127,12 @@ class MQAR(SyntheticTask):
             labels[at] = values.setdefault(tokens[at], tokens[at + 1])
         return labels
 
-    def difficulties(self, split: SuiteSplit) -> dict[str, int]:
-        return {f"kv{kv}": kv for kv in (self.kv if split == "validation" else self.test_kv)}
+    def difficulties(self, split: SuiteSplit) -> dict[str, tuple[int, int]]:
+        """Pairs and tokens of the rows of each suite."""
+        if split == "test" and self.test_length:
+            return {f"length{length}": (self.test_kv[0], length) for length in self.test_length}
+        numbers = self.kv if split == "validation" else self.test_kv
+        return {f"kv{kv}": (kv, max(self.length, 4 * kv)) for kv in numbers}
 
     def _fill(self, rng: np.random.Generator, length: int) -> np.ndarray:
         if self.filler == "zero":

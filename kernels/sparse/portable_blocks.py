@@ -135,14 +135,18 @@ class Cut:
 
     def padded(self, x: Tensor) -> Tensor:
         """[B * G, T, ...] with zeros up to whole tiles, contiguous."""
+        if x.shape[1] == self.whole:
+            return x.contiguous()
         full = x.new_zeros(x.shape[0], self.whole, *x.shape[2:])
         full[:, self.real] = x
         return full
 
     def keys(self, x: Tensor) -> Tensor:
         """[B, S, G, K] as [B * G, tiles * block, K]."""
-        length = self.first * self.block + self.whole
-        return pad(rearrange(x, "b s g k -> (b g) s k"), (0, 0, 0, length - x.shape[1])).contiguous()
+        missing = self.first * self.block + self.whole - x.shape[1]
+        x = rearrange(x, "b s g k -> (b g) s k")
+        # With nothing to add, pad would still copy.
+        return (pad(x, (0, 0, 0, missing)) if missing else x).contiguous()
 
     def tiles(self, x: Tensor) -> Tensor:
         """[B * G, tiles * block, ..., K] as [B * G * tiles, 1, rows of a tile, K]."""

@@ -58,7 +58,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """As `reference.compressed_attention`."""
     groups, heads_k, heads_v = k.shape[2], _heads(k), _heads(v)
-    y = q.new_zeros(*q.shape[:3], v.shape[3])
+    y = q.new_empty(*q.shape[:3], v.shape[3])
     indices = torch.empty(*q.shape[:2], groups, n_selected, dtype=torch.int32, device=q.device)
     for chunk in _chunks(q, k, starts, positions, block, stride, offset):
         own = chunk.position[..., 0] // select_block
@@ -66,6 +66,8 @@ def attend(
         if chunk.columns:
             part = weights.flatten(1, 2) @ heads_v[:, : chunk.columns]
             y[:, chunk.rows] = _back(part, y[:, chunk.rows], groups).to(y.dtype)
+        else:
+            y[:, chunk.rows] = 0
         if n_selected and chunk.reach // select_block < n_selected:
             indices[:, chunk.rows] = first_blocks(own, n_selected)
         elif n_selected:

@@ -211,6 +211,18 @@ def test_the_headline_has_three_numbers_a_cell(write, runs):
     assert len(re.split(r" {2,}", line)) == 6 and "±" in line
 
 
+def test_along_lengths_quality_stands_beside_what_is_read(write, runs):
+    read = {f"complexity/decode_attention_bytes_at_{length}": 512.0 * length for length in (64, 128)}
+    file = write(accuracy={}, costs=read) / "metrics.jsonl"
+    tested = {"eval/length64/accuracy": 0.5, "eval/length128/accuracy": 0.25}
+    file.write_text(file.read_text() + json.dumps({"step": 200, "tokens": 2000, "metrics": tested}) + "\n")
+    lines = [re.split(r" {2,}", line) for line in headline(load(runs)).splitlines() if line.startswith("mha ")]
+    assert lines[-1] == ["mha", "0.500 at 32.8 kB", "0.250 at 65.5 kB"]
+    for length in (64, 128):
+        title = f"Test accuracy on length{length} against traffic of a token after {length}"
+        assert text(runs).count(title) == 1
+
+
 def test_the_command_writes_the_page_and_prints_its_path(write, runs, tmp_path, capsys):
     grid(write, mha=[0.99, 0.98])
     page = tmp_path / "new folder" / "out.html"

@@ -64,6 +64,19 @@ def test_the_state_is_taken_at_the_task_length(write, records):
     ) and "complexity/state_bytes_at_64" not in tables.costs(records())
 
 
+def test_reads_stand_beside_the_quality_at_their_length(write, records):
+    counted = {f"complexity/decode_attention_bytes_at_{n}": 10.0 * n for n in (64, 128, 256)}
+    folder = write(accuracy={16: 0.9, 32: 0.5}, costs=counted)
+    assert tables.reads(records()) == {"eval/kv16/accuracy": "complexity/decode_attention_bytes_at_64"}
+    metrics = {f"eval/length{n}/accuracy": 0.5 for n in (64, 256, 512)}
+    (folder / "metrics.jsonl").write_text(
+        "\n".join(json.dumps({"step": 1, "tokens": 10, "metrics": m}) for m in (counted, metrics)) + "\n"
+    )
+    found = {f"eval/length{n}/accuracy": f"complexity/decode_attention_bytes_at_{n}" for n in (64, 256)}
+    assert tables.reads(records()) == found
+    assert [name for name in tables.costs(records()) if "attention" in name] == list(found.values())
+
+
 def test_costs_that_were_not_recorded_are_left_out(write, records):
     write(costs={"complexity/parameters": 10.0})
     assert tables.costs(records()) == ["complexity/parameters", "measured/train_tokens_per_second"]

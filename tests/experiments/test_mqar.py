@@ -49,7 +49,7 @@ def test_a_row_by_hand():
     # Keys 1 + floor(5 u): 2, 2 again, 4, 5. Values 6 + floor(6 u): 8, 7, ... Clocks e * i ** .99: gap 4 before gap 1.
     uniform = [0.2, 0.3, 0.7, 0.9, 0.34, 0.17, 0.99, 0.0]
     rng = Script(uniform, [9.0, 0.5, 9.0, 9.0, 0.01, 9.0])
-    tokens, labels = MQAR(vocabulary=12, length=16, kv=(2,), test_kv=(2,)).draw(rng, 2)
+    tokens, labels = MQAR(vocabulary=12, length=16, kv=(2,), test_kv=(2,)).draw(rng, (2, 16))
     assert tokens.tolist() == TOKENS
     assert targets(labels.tolist()) == LABELS
 
@@ -118,6 +118,20 @@ def test_suites_by_name_and_length():
         assert metric(f"eval/{name}/accuracy").better == "higher"
 
 
+def test_suites_by_length_hold_the_same_pairs_in_longer_rows():
+    task = MQAR(length=128, test_kv=(5,), test_length=(128, 20, 512), rows_per_suite=40)
+    assert list(task.suites("validation")) == ["kv4", "kv8", "kv16"]
+    assert (task.lengths, task.longest) == ((128, 20, 512), 512)
+    for name, suite in task.suites("test").items():
+        batch = next(iter(loader(suite, 40)))
+        assert batch["tokens"].shape == (40, int(name.removeprefix("length")))
+        for tokens, labels in zip(batch["tokens"].tolist(), batch["labels"].tolist(), strict=True):
+            assert answers(tokens, 5) == targets(labels) and len(targets(labels)) == 5
+        # Queries are drawn from all of the row: 200 at gaps ~ 1 / i reach its last tenth.
+        assert (batch["labels"] != NOT_SCORED).any(0).nonzero().max() >= 0.9 * batch["tokens"].shape[1] - 2
+    assert list(task.suites("test")) == ["length128", "length20", "length512"]
+
+
 PINNED = {
     "kv4": "73663f8a65734c3b",
     "kv8": "2efff7fa0570d43b",
@@ -162,7 +176,7 @@ def gap_counts(alpha: float, rows: int) -> np.ndarray:
     task, rng = MQAR(alpha=alpha), np.random.default_rng(12)
     counts = np.zeros((2, 28), dtype=int)
     for _ in range(rows):
-        tokens, _ = task.draw(rng, 4)
+        tokens, _ = task.draw(rng, (4, 64))
         for key in range(2):
             counts[key, (np.flatnonzero(tokens[8:] == tokens[2 * key])[0]) // 2] += 1
     return counts
@@ -200,7 +214,7 @@ def test_the_smallest_task():
     """One pair: the only key is 1, the values are 2 and 3. 4 rows in all, too few for suites of 256."""
     task = MQAR(vocabulary=4, length=4, kv=(1,), test_kv=(1,), rows_per_suite=256)
     rng = np.random.default_rng(0)
-    assert {tuple(task.draw(rng, 1)[0].tolist()) for _ in range(50)} == {(1, 2, 1, 0), (1, 3, 1, 0)}
+    assert {tuple(task.draw(rng, (1, 4))[0].tolist()) for _ in range(50)} == {(1, 2, 1, 0), (1, 3, 1, 0)}
     with pytest.raises(ValueError, match=r"rows_per_suite=256.*suite kv1 .*mqar has too few distinct rows"):
         task.suites("test")
 
@@ -222,6 +236,9 @@ def test_the_smallest_task():
         ({"kv": [4, 2.5]}, "kv entry=2.5 "),
         ({"test_kv": [4, 4]}, "test_kv=[4, 4] must not"),
         ({"test_kv": [-1]}, "test_kv entry=-1 "),
+        ({"test_kv": [4], "test_length": []}, "test_length=[] must be a list of integers"),
+        ({"test_kv": [4, 8], "test_length": [64]}, "test_kv=[4, 8] must be one number of pairs"),
+        ({"test_kv": [8], "test_length": [64, 31]}, "test_length=[64, 31] must be at least 4 * test_kv = 32 each"),
         ({"alpha": 0.0}, "alpha=0.0 must be above 0 and at most 1"),
         ({"alpha": 1.5}, "alpha=1.5 "),
         ({"alpha": float("nan")}, "alpha=nan "),
