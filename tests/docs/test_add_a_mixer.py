@@ -62,7 +62,7 @@ def test_the_code_is_as_short_as_promised_and_a_running_sum():
 
 def test_help_lists_it(run):
     page = run("python -m experiments.train --help")
-    assert re.search(r"stack= .*\bdecay\b", page)
+    assert re.search(r"stack= [^=]*\bnsa\s+decay\b", page)
     assert re.search(r"^ +decay +longest=64.0 bias=false$", page, re.MULTILINE)
     assert "lists `decay` among the stacks and `longest=64.0 bias=false`" in TEXT
 
