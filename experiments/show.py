@@ -90,6 +90,7 @@ def _part(part: Part, kept: int | None, later: dict[int, Part]) -> dict[str, Any
         found[f"state_bytes_at_{after}"] = same.state_bytes
         found[f"bf16_state_bytes_at_{after}"] = same.bf16_state_bytes
         found[f"decode_flops_per_token_at_{after}"] = same.decode_flops_per_token
+        found[f"decode_attention_bytes_at_{after}"] = same.decode_attention_bytes
         found[f"prefill_flops_at_{after}"] = same.prefill_flops
     found["terms"] = [
         {"operation": _OPERATIONS.get(op, op), "times": times, "formula": str(formula), "flops": times * formula.value}
