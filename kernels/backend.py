@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
+from typing import Any
 
+import torch
 from torch import Tensor
 
 BACKENDS = ("auto", "triton", "portable", "reference", "mamba_ssm")
@@ -80,6 +82,22 @@ def _no_mamba_ssm(like: Tensor) -> str | None:
     if like.device.type != "cuda":
         return f"tensors on {like.device.type} must be on an NVIDIA GPU"
     return None
+
+
+def no_autocast(like: Tensor) -> AbstractContextManager:
+    """For the inside of an op: autocast would narrow sums over the whole past, which then overflow or cancel."""
+    kind = like.device.type
+    return torch.autocast(kind, enabled=False) if kind in ("cpu", "cuda") else nullcontext()
+
+
+def without_autocast(differentiate: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for the gradient of an operator, which runs under whatever is on when backward is called."""
+
+    def guarded(ctx: Any, *grads: Any) -> Any:
+        with no_autocast(ctx.saved_tensors[0]):
+            return differentiate(ctx, *grads)
+
+    return guarded
 
 
 def _missing(like: Tensor) -> str | None:

@@ -183,7 +183,7 @@ def default_kv_heads(d_model: int, n_heads: int | None, head_dim: int | None, na
     """A quarter of the query heads, or the largest divisor below; says so when that leaves nothing to share."""
     heads = head_count(d_model, n_heads, free=head_dim is not None)
     groups = divisor_up_to(heads, max(1, heads // 4))
-    if groups == heads:
+    if groups == heads and name != "nsa":
         log.warning("%s with n_heads=%d has n_kv_heads=%d by default: the same as mha", name, heads, groups)
     return groups
 

@@ -228,8 +228,11 @@ class Mixer(nn.Module):
                 to it: a document that ended cannot go on (not checked over calls: that takes all ids ever seen).
         Returns:
             [B, T, D], and the state after it.
+        Raises:
+            ValueError: a state of another mixer, batch or kind of numbers.
         """
         self._check(x, None)
+        self._check_state(x, state)
         if packing is None and not state.packed:
             y, tensors = self.mix(x, state, None)
             return y, State(tensors, state.length + x.shape[1])
@@ -279,6 +282,18 @@ class Mixer(nn.Module):
             raise ValueError(f"{type(self).__name__} wants x [B, T, D]; got {list(x.shape)}")
         if memory is not None and not self.takes_memory:
             raise ValueError(f"{type(self).__name__} cannot cross-attend: memory must be None")
+
+    def _check_state(self, x: Tensor, state: State) -> None:
+        # Of no rows: the names and kinds alone, which cost next to nothing.
+        for name, like in self.empty(0, x).items():
+            held = state.get(name)
+            if held is None:
+                known = ", ".join(state.own) or "nothing"
+                raise ValueError(f"{type(self).__name__} needs {name!r} in its state; got a state of {known}")
+            if held.shape[0] != x.shape[0]:
+                raise ValueError(f"the state {name!r} is of batch {held.shape[0]}; x is of batch {x.shape[0]}")
+            if held.is_floating_point() != like.is_floating_point():
+                raise ValueError(f"the state {name!r} must be like {like.dtype}; got {held.dtype}")
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:

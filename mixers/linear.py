@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -10,7 +10,11 @@ from torch.nn.functional import relu
 
 from mixers.base import State
 from mixers.feature_attention import FeatureAttention
+from mixers.options import nearest
 from mixers.registry import register
+
+FeatureMap = Literal["elu", "relu", "softmax_pair", "identity"]
+FEATURE_MAPS: tuple[str, ...] = get_args(FeatureMap)
 
 
 @register("linear")
@@ -31,10 +35,15 @@ class LinearAttention(FeatureAttention):
         d_model: int,
         *,
         n_heads: int | None = None,
-        feature_map: Literal["elu", "relu", "softmax_pair", "identity"] = "elu",
+        feature_map: FeatureMap = "elu",
         causal: bool = True,
         bias: bool = False,
     ):
+        if feature_map not in FEATURE_MAPS:
+            raise ValueError(
+                f"feature_map={feature_map!r} is unknown{nearest(feature_map, FEATURE_MAPS)}; "
+                f"allowed: {', '.join(FEATURE_MAPS)}"
+            )
         super().__init__(d_model, n_heads=n_heads, causal=causal, bias=bias, normalise=feature_map != "identity")
         self.feature_map = feature_map
 

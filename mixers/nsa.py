@@ -84,7 +84,7 @@ class NativeSparseAttention(Mixer):
         self.n_heads = head_count(d_model, n_heads, free=head_dim is not None)
         groups = default_kv_heads(d_model, n_heads, head_dim, "nsa") if n_kv_heads is None else n_kv_heads
         if groups < 1 or self.n_heads % groups:
-            raise ValueError(f"n_heads={self.n_heads} must be a multiple of n_kv_heads={groups}")
+            raise ValueError(f"n_kv_heads={groups} must be at least 1 and divide n_heads={self.n_heads}")
         self.n_kv_heads = groups
         self.head_dim = d_model // self.n_heads if head_dim is None else head_dim
         self.branches = _chosen(branches)
@@ -176,13 +176,15 @@ class NativeSparseAttention(Mixer):
             count = None if piece.documents is None else (piece.documents > 0).sum(1)
             tails = {"k": ends.tail(tail_k, k, count), "v": ends.tail(tail_v, v, count)}
             kept = _named("compressed", now) | _named("tail", tails)
+        # No more than there are: a larger number would only fill memory.
+        blocks = max(1, -(-(piece.offset + q.shape[1]) // self.select_block))
         y, indices = compressed_attention(
             q,
             keys,
             values,
             block=self.compress_block,
             stride=self.compress_stride,
-            n_selected=self.n_selected if "selected" in self.branches else 0,
+            n_selected=min(self.n_selected, blocks) if "selected" in self.branches else 0,
             select_block=self.select_block,
             starts=ends.starts,
             positions=places,

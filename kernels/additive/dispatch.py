@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels import backend
+
 MAX_WIDTH = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -107,4 +109,4 @@ def _differentiate(ctx: Any, dy: Tensor | None, dlse: Tensor | None) -> tuple[Te
     return *backward(y, lse, dy, *inputs, *ctx.options), *[None] * 7
 
 
-forward.register_autograd(_differentiate, setup_context=_keep)
+forward.register_autograd(backend.without_autocast(_differentiate), setup_context=_keep)

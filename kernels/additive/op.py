@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -76,7 +75,7 @@ def additive_attention(
         )
     if bias is not None:
         q = q + bias.to(q.dtype)
-    with _no_autocast(q):
+    with backend.no_autocast(q):
         return run(q, k, v, weight, causal=causal, window=window, **places, **options)
 
 
@@ -126,9 +125,3 @@ def _check_places(q: Tensor, k: Tensor, **places: Tensor | None) -> None:
         wanted = (q if name.startswith("q") else k).shape[:2]
         if tensor is not None and (tensor.shape != wanted or tensor.is_floating_point()):
             raise ValueError(f"{name} must be integers {list(wanted)}; got {tensor.dtype} {list(tensor.shape)}")
-
-
-def _no_autocast(like: Tensor) -> AbstractContextManager:
-    """Autocast would narrow the products inside."""
-    kind = like.device.type
-    return torch.autocast(kind, enabled=False) if kind in ("cpu", "cuda") else nullcontext()

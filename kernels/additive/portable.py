@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels import backend
 from kernels.attention.pairs import Pairs
 
 # Queries of a block, keys of a tile and numbers in it: the fastest on a CPU of 8 to 32, 128 to 512 and 2**16 to 2**20.
@@ -70,7 +71,7 @@ class _Tiles:
             r = self(heads, rows, tile)
             scores[heads, :, place] = (r.flatten(1, 2) @ weight[heads, :, None]).view(r.shape[:3])
         scores.mul_(-2)
-        if bias is not None:
+        if bias is not None and scores.numel():
             scores.unflatten(0, (bias.shape[0], -1)).add_(bias)
         top = scores.amax(-1, keepdim=True)
         scores.sub_(top.masked_fill_(top == float("-inf"), 0)).exp_()
@@ -94,7 +95,7 @@ def _headed(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _as(x: Tensor, like: Tensor) -> Tensor:
     """What `_headed` did, undone; like [B, T, H, A]."""
-    return x.unflatten(0, (like.shape[0], -1)).transpose(1, 2).to(like.dtype).contiguous()
+    return x.unflatten(0, like.shape[:3:2]).transpose(1, 2).to(like.dtype).contiguous()
 
 
 def _blocks(
@@ -186,4 +187,4 @@ def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return *_backward(dy, *ctx.saved_tensors, *ctx.options), *[None] * 6
 
 
-_forward.register_autograd(_differentiate, setup_context=_keep)
+_forward.register_autograd(backend.without_autocast(_differentiate), setup_context=_keep)

@@ -14,6 +14,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from kernels import backend
 from kernels.attention import block
 from kernels.attention.pairs import Pairs
 
@@ -177,7 +178,7 @@ def _differentiate(ctx: Any, dy: Tensor | None, dlse: Tensor | None) -> tuple[Te
     return *grads, dslopes, dsinks, *[None] * 8
 
 
-_forward.register_autograd(_differentiate, setup_context=_keep)
+_forward.register_autograd(backend.without_autocast(_differentiate), setup_context=_keep)
 
 
 def _wide(q: Tensor) -> torch.dtype:

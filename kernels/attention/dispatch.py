@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels import backend
+
 MAX_WIDTH = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -142,4 +144,4 @@ def _differentiate(ctx: Any, dy: Tensor, dlse: Tensor | None) -> tuple:
     return dq, dk, dv, dslopes, dsinks, *[None] * (len(places) + len(ctx.options))
 
 
-forward.register_autograd(_differentiate, setup_context=_keep)
+forward.register_autograd(backend.without_autocast(_differentiate), setup_context=_keep)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kernels import backend, flops
@@ -74,7 +72,7 @@ def attention(
     run = backend.implementation("attention", IMPLEMENTATIONS, q, dispatch.refusal(q, v, dropout))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     options: dict[str, Any] = dict(causal=causal, window=window, scale=scale, softcap=softcap, dropout=dropout)
-    with _no_autocast(q):
+    with backend.no_autocast(q):
         y, lse = run(q, k, v, **options, **extras, lse=return_lse)
     return (y, lse) if return_lse else y
 
@@ -169,9 +167,3 @@ def _check(
             raise ValueError(f"{name} must be {'floating' if len(wanted) == 1 else 'integers'}; got {tensor.dtype}")
         if tensor.device != q.device:
             raise ValueError(f"{name} must be on the device of q, {q.device}; got {tensor.device}")
-
-
-def _no_autocast(like: Tensor) -> AbstractContextManager:
-    """Autocast would narrow the products inside."""
-    kind = like.device.type
-    return torch.autocast(kind, enabled=False) if kind in ("cpu", "cuda") else nullcontext()

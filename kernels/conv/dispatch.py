@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels import backend
+
 MAX_TAPS = 16
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -88,4 +90,4 @@ def _differentiate(ctx: Any, dy: Tensor) -> tuple:
     return dx, dweight.to(weight.dtype), dbias, None if tail is None else dtail, None, None
 
 
-forward.register_autograd(_differentiate, setup_context=_keep)
+forward.register_autograd(backend.without_autocast(_differentiate), setup_context=_keep)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 from torch import Tensor
 
@@ -51,7 +49,7 @@ def linear_attention(
         ValueError: shapes, dtypes or options that do not fit.
     Source: Katharopoulos et al. 2020, arXiv:2006.16236, equations 9 to 12; decay: Sun et al. 2023, arXiv:2307.08621.
     """
-    _check(q, k, v, causal, log_decay, kv, z, documents, document)
+    _check(q, k, v, causal, normalise, log_decay, kv, z, documents, document)
     batch, width, heads = q.shape[0], q.shape[3], v.shape[2]
     wide = torch.promote_types(q.dtype, torch.float32)
     alone = kv is None and not return_state
@@ -64,18 +62,12 @@ def linear_attention(
         count.record("linear_attention", linear_attention_flops(q.shape, v.shape, normalise))
         return torch.empty_like(v), kv if return_state else None, z if return_state else None
     run = backend.implementation("linear_attention", IMPLEMENTATIONS, q, dispatch.refusal(q, kv, z))
-    with no_autocast(q):
+    with backend.no_autocast(q):
         y, kv, z = run(
             q, k, v, causal=causal, normalise=normalise, log_decay=log_decay, kv=kv, z=z if normalise else None,
             documents=documents, document=document, alone=alone,
         )  # fmt: skip
     return (y, kv, z) if return_state else (y, None, None)
-
-
-def no_autocast(like: Tensor) -> AbstractContextManager:
-    """Autocast would narrow the products inside, sums over the whole past that then overflow or cancel."""
-    kind = like.device.type
-    return torch.autocast(kind, enabled=False) if kind in ("cpu", "cuda") else nullcontext()
 
 
 def linear_attention_flops(q: tuple[int, ...], v: tuple[int, ...], normalise: bool) -> flops.Formula:
@@ -90,6 +82,7 @@ def _check(
     k: Tensor,
     v: Tensor,
     causal: bool,
+    normalise: bool,
     log_decay: Tensor | None,
     kv: Tensor | None,
     z: Tensor | None,
@@ -123,6 +116,11 @@ def _check(
     check_wide(q, kv=kv, z=z)
     if documents is not None and kv is not None and document is None:
         raise ValueError("a state with `documents` needs `document`, the id that the state belongs to")
+    if (z is not None) != (kv is not None and normalise):
+        raise ValueError(
+            f"a state is kv, and z beside it with normalise=True alone; got normalise={normalise}, "
+            f"kv={'None' if kv is None else 'given'}, z={'None' if z is None else 'given'}"
+        )
 
 
 def check_wide(like: Tensor, **states: Tensor | None) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kernels import backend
 from kernels.linear.frame import Ids
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -92,7 +93,7 @@ def causal_sum(name: str, forward: Forward, backward: Backward, chunk: Callable[
         *grads, found, dstate = back(*ctx.saved_tensors, ctx.strict, dy, dstate, decay)
         return *grads, found if decay else None, dstate, None, None, None
 
-    run.register_autograd(differentiate, setup_context=keep)
+    run.register_autograd(backend.without_autocast(differentiate), setup_context=keep)
 
     def call(
         q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, state: Tensor, ids: Ids | None, strict: bool

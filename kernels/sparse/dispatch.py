@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels import backend
 from kernels.attention import dispatch as attention
 from kernels.sparse import portable_select
 
@@ -190,4 +191,4 @@ def _differentiate(ctx: Any, dy: Tensor | None, dreference: Tensor | None) -> tu
     return *backward(y, reference, dy, *inputs, *ctx.options), *[None] * 6
 
 
-forward.register_autograd(_differentiate, setup_context=_keep)
+forward.register_autograd(backend.without_autocast(_differentiate), setup_context=_keep)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -86,7 +85,7 @@ def compressed_attention(
     options: dict[str, Any] = dict(
         block=block, stride=stride, scale=_scale(q, scale), n_selected=n_selected, select_block=select_block
     )
-    with _no_autocast(q):
+    with backend.no_autocast(q):
         return run(q, k, v, **options, starts=starts, positions=positions, offset=offset)
 
 
@@ -159,7 +158,7 @@ def selected_attention(
         return q.new_empty(*q.shape[:3], v.shape[3])
     run = backend.implementation("selected_attention", SELECTED, q, dispatch.refusal(q, k, v))
     options: dict[str, Any] = dict(block=block, scale=_scale(q, scale), offset=offset)
-    with _no_autocast(q):
+    with backend.no_autocast(q):
         return run(q, k, v, indices, starts=starts, positions=positions, **options)
 
 
@@ -267,9 +266,3 @@ def _check_blocks(block: int, stride: int, select_block: int, n_selected: int) -
 def _check_count(name: str, value: int) -> None:
     if isinstance(value, (bool, float)) or value < 1:
         raise ValueError(f"{name}={value} must be a whole number of at least 1")
-
-
-def _no_autocast(like: Tensor) -> AbstractContextManager:
-    """Autocast would narrow the products inside."""
-    kind = like.device.type
-    return torch.autocast(kind, enabled=False) if kind in ("cpu", "cuda") else nullcontext()

@@ -15,6 +15,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kernels import backend
 from kernels.attention import block as tile
 
 # Queries in one call.
@@ -102,7 +103,7 @@ def _differentiate(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     return *backward(dy, *ctx.saved_tensors, *ctx.options), *[None] * 4
 
 
-attend.register_autograd(_differentiate, setup_context=_keep)
+attend.register_autograd(backend.without_autocast(_differentiate), setup_context=_keep)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kernels import backend
 from kernels.sparse import reference
 from kernels.sparse.portable_select import first_blocks, select_blocks
 
@@ -132,7 +133,7 @@ def _differentiate(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     return *backward(dy, *ctx.saved_tensors, *ctx.options), *[None] * 8
 
 
-attend.register_autograd(_differentiate, setup_context=_keep)
+attend.register_autograd(backend.without_autocast(_differentiate), setup_context=_keep)
 
 
 def block_scores(shared: Tensor, blocks: int, wide: int, far: int) -> Tensor:

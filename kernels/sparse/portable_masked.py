@@ -12,6 +12,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from kernels import backend
 from kernels.attention import block as tile
 from kernels.sparse import reference
 
@@ -103,7 +104,7 @@ def _differentiate(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     return *backward(dy, *ctx.saved_tensors, *ctx.options), *[None] * 6
 
 
-attend.register_autograd(_differentiate, setup_context=_keep)
+attend.register_autograd(backend.without_autocast(_differentiate), setup_context=_keep)
 
 
 def _blocks(q: Tensor, k: Tensor, starts: Tensor | None, offset: int) -> Iterator[tuple[slice, slice]]:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels import backend
+
 MAX_STATE = 256
 # Tokens between two states that are kept for the backward pass.
 PIECE = 32
@@ -109,4 +111,4 @@ def _differentiate(ctx: Any, dy: Tensor, dstate: Tensor, _: Tensor | None) -> tu
     return dx, ddt, da, db, dc, None if rest[5] is None else dd, dstate, None
 
 
-forward.register_autograd(_differentiate, setup_context=_keep)
+forward.register_autograd(backend.without_autocast(_differentiate), setup_context=_keep)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels import backend, flops
-from kernels.linear.op import check_wide, no_autocast
+from kernels.linear.op import check_wide
 from kernels.ssm import dispatch, fused, scan_portable, scan_reference
 
 IMPLEMENTATIONS = {
@@ -64,7 +64,7 @@ def selective_scan(
         x, dt, b = (t.masked_fill(pads, 0) for t in (x, dt, b))
     refusal = dispatch.refusal(x, wide, a.shape[1])
     run = backend.implementation("selective_scan", IMPLEMENTATIONS, x, refusal, fused_refusal)
-    with no_autocast(x):
+    with backend.no_autocast(x):
         y, state = run(x, dt.to(wide), a.to(wide), b, c, None if d is None else d.to(wide), state.to(wide), fresh)
     return y if pads is None else y.masked_fill(pads, 0), state if return_state else None
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels import backend
 from kernels.ssm import scan_reference
 
 PIECE = 32
@@ -144,7 +145,7 @@ def _differentiate(ctx: Any, dy: Tensor, dstate: Tensor, _: Tensor | None) -> tu
     return dx, ddt, da, db, dc, None if rest[5] is None else dd, dstate, None
 
 
-_forward.register_autograd(_differentiate, setup_context=_keep)
+_forward.register_autograd(backend.without_autocast(_differentiate), setup_context=_keep)
 
 
 def _over_states(x: Tensor, weights: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels import backend, flops
 from kernels.linear import dispatch, portable
-from kernels.linear.op import check_wide, no_autocast
+from kernels.linear.op import check_wide
 from kernels.ssm import fused, ssd_reference
 
 
@@ -60,7 +60,7 @@ def ssd(
         return torch.empty_like(x), state if return_state else None
     refusal, fused_refusal = dispatch.refusal(x, dt, state), fused.ssd_refusal(x, documents)
     run = backend.implementation("ssd", IMPLEMENTATIONS, x, refusal, fused_refusal)
-    with no_autocast(x):
+    with backend.no_autocast(x):
         y, state = run(x, dt, a, b, c, state=state, documents=documents, document=document, alone=alone)
         if d is not None:
             skip = x if documents is None else x.masked_fill((documents == 0)[:, :, None, None], 0)

@@ -247,3 +247,11 @@ def test_groups_must_divide_heads():
     q, k, v = inputs()
     with pytest.raises(ValueError, match="H=3 heads of v must be a multiple of G=2 groups of q and k"):
         linear_attention(q[:, :, :2], k[:, :, :2], v)
+
+
+def test_a_state_has_its_normaliser_or_none():
+    q, v = torch.rand(1, 4, 1, 3), torch.rand(1, 4, 1, 3)
+    _, kv, z = linear_attention(q, q, v)
+    for options in (dict(kv=kv), dict(z=z), dict(kv=kv, z=z, normalise=False)):
+        with pytest.raises(ValueError, match="a state is kv, and z beside it with normalise=True alone"):
+            linear_attention(q, q, v, **options)

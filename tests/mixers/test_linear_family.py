@@ -150,7 +150,7 @@ def test_bad_options_are_named(name, options, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: state.reorder(torch.tensor([0])), r"kv must have shape \[2, 4, 8, 8\]; got \[1, 4, 8, 8\]"),
+        (lambda state: state.reorder(torch.tensor([0])), "is of batch 1; x is of batch 2"),
         (lambda state: state.to(dtype=torch.bfloat16), "kv must be of dtype torch.float32 or wider"),
         (lambda state: state.map(lambda t: t[:, :3]), r"kv must have shape \[2, 4, 8, 8\]; got \[2, 3, 8, 8\]"),
     ],

@@ -154,7 +154,7 @@ def test_no_branch_is_gated_alone():
         (dict(branches=[]), r"branches=\[\] must be one or more of compressed, selected, window, each once"),
         (dict(branches=["window", "window"]), "each once"),
         (dict(branches=["windw"]), r"branches\[0\]='windw' is not allowed \(did you mean 'window'\?\)"),
-        (dict(n_kv_heads=3), "n_heads=4 must be a multiple of n_kv_heads=3"),
+        (dict(n_kv_heads=3), "n_kv_heads=3 must be at least 1 and divide n_heads=4"),
         (dict(shrink=3), "compress_block=32 must be a multiple of shrink=3"),
         (dict(shrink=0), "shrink=0 must be at least 1"),
         (dict(compression="pool"), "compression='pool' is not allowed; allowed: mlp, linear, mean"),

@@ -223,3 +223,25 @@ class TestMemory:
     def test_a_mixer_that_cannot_says_so(self):
         with pytest.raises(ValueError, match="LinearAttention cannot cross-attend"):
             registry.build("linear", 8)(self.x.float(), memory=Memory(self.source.float()))
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_a_wrong_state_is_named(name):
+    mixer = registry.build(name, 16)
+    x = torch.randn(2, 3, 16)
+    _, state = mixer.extend(x, mixer.start(2, x))
+    for wrong, message in (
+        (state.reorder(torch.tensor([0])), "is of batch 1; x is of batch 2"),
+        (state.map(torch.Tensor.long), "must be like torch.float32; got torch.int64"),
+        (State({}), "in its state; got a state of nothing"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            mixer.extend(x, wrong)
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_no_rows_are_no_case_of_their_own(name):
+    mixer = registry.build(name, 16)
+    x = torch.randn(0, 5, 16)
+    assert mixer(x).shape == x.shape
+    assert mixer.extend(x, mixer.start(0, x))[0].shape == x.shape
