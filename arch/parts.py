@@ -21,6 +21,9 @@ from mixers.base import Memory, Packing, State
 
 M = TypeVar("M", bound=nn.Module)
 
+# The parts that are no layer.
+ENDS = ("encoder embedding", "encoder norm", "embedding", "head")
+
 
 class Kind:
     """What the parts of one kind do to a row x [1, T, D]; each figure is counted when it is first asked for.

@@ -289,8 +289,9 @@ def test_compiled_model_equals_eager():
     ],
 )
 def test_what_is_no_encoder_decoder_is_said(options, message):
+    good = {"layout": "mha + cross_mha", "encoder": {"layout": "mha"}, "mixers": MIXERS, "vocabulary": V}
     with pytest.raises(ValueError, match=re.escape(message)):
-        EncoderDecoder(**{"layout": "mha + cross_mha", "encoder": {"layout": "mha"}, "mixers": MIXERS} | options, vocabulary=V)
+        EncoderDecoder(**good | options)
 
 
 def test_a_missing_or_misfitting_memory_is_said():
