@@ -232,8 +232,8 @@ _PAGES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "train": (
         _TRAIN,
         ("model", "task", "optimizer", "trainer", "experiment"),
-        ("model/language_model", "model/encoder_decoder", *(f"task/{task}" for task in tasks.names()), "optimizer/adamw", "trainer/default",
-         "match/default"),
+        ("model/language_model", "model/encoder_decoder", *(f"task/{task}" for task in tasks.names()),
+         "optimizer/adamw", "trainer/default", "match/default"),
     ),
     "bench": (_BENCH, (), ("model/language_model",)),
 }

@@ -231,9 +231,11 @@ def _check_sources(task: Task, skeleton: LanguageModel) -> None:
     """
     encodes = isinstance(skeleton, EncoderDecoder)
     if skeleton.stack.takes_memory and not encodes:
-        raise ValueError(f"model: the layout cross-attends ({', '.join(skeleton.used)}): it needs model=encoder_decoder")
+        stack = layout.describe(skeleton.stack.layers)
+        raise ValueError(f"model: layout {stack!r} has a cross-attending layer: it needs model=encoder_decoder")
     if encodes and not task.sources:
-        raise ValueError(f"model: an encoder needs a source, and task={task.name} has none: task=transduction task.apart=true")
+        what = f"task={task.name} has none"
+        raise ValueError(f"model: an encoder needs a source, and {what}: task=transduction task.apart=true has one")
     if task.sources and not encodes:
         raise ValueError(f"task: {task.name} has a source apart: it needs model=encoder_decoder, or task.apart=false")
 

@@ -127,8 +127,9 @@ def text(found: dict[str, Any], explain: bool = False) -> str:
     kinds = _fold(found["parts"])
     rows = [("layers", "", *_TITLES), *((_count(places), part["name"], *_spell(part)) for part, places in kinds)]
     rows.append(("total", "", *_spell(found["total"])))
+    layers = sum(part["name"] not in ENDS for part in found["parts"])
     head = (
-        f"{found['stack']}: {sum(part['name'] not in ENDS for part in found['parts'])} layers, d_model {found['d_model']}, "
+        f"{found['stack']}: {layers} layers, d_model {found['d_model']}, "
         f"vocabulary {found['vocabulary']:,}; {found['total']['parameters']:,} parameters"
     )
     lines = [head, f"layout: {found['layout']}", "", *_aligned(rows), "", *_model(found), ""]

@@ -13,10 +13,11 @@ from experiments.tasks.base import NOT_SCORED, Item, Row, Scores, SuiteSplit, Sy
 from experiments.tasks.draws import unscored, whole_numbers
 
 # Ids of the rule `digits`: the digits themselves, then these words.
-WORDS = (
-    *["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety", "hundred"],
-    *("thousand", "million", "billion", "trillion"),
-)
+_NAMES = """
+    zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen 
+    eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred thousand million billion trillion
+"""
+WORDS = tuple(_NAMES.split())
 _ZERO, _TWENTY, _HUNDRED, _THOUSAND = (10 + WORDS.index(word) for word in ("zero", "twenty", "hundred", "thousand"))
 MOST_DIGITS = 15
 
@@ -24,21 +25,27 @@ MOST_DIGITS = 15
 class Transduction(SyntheticTask):
     """Read a source; then, behind a sign, say what the rule makes of it, reading what was said, and the end.
 
-    One row of rule=sort, vocabulary 8 (letters 0..5, begin 6, end 7) and size 3, in one piece and apart:
+    One row of rule=sort, vocabulary 8 (letters 0..5, begin 6, end 7) and size 3, in one piece:
 
         position    0    1    2    3    4    5    6
-                               begin                           source     5    0    2
-        tokens      5    0    2    6    0    2    5            tokens     6    0    2    5
-        labels      .    .    .    0    2    5    7            labels     0    2    5    7
+                               begin
+        tokens      5    0    2    6    0    2    5
+        labels      .    .    .    0    2    5    7    (. is -100)
 
-    Rules: `reverse` says the source from its end; `sort` says its letters in order; `digits` reads the words of a number
-    and says its digits: "two hundred four" is 2 0 4 (American, without "and"; ids 0..9 are the digits, `WORDS` follow).
+    and apart:
+
+        source      5    0    2
+        tokens      6    0    2    5
+        labels      0    2    5    7
+
+    Rules: `reverse` says the source from its end; `sort` its letters in order; `digits` reads the words of a number and
+    says its digits: "two hundred four" is 2 0 4 (American, without "and"; ids 0..9 are the digits, `WORDS` follow).
     Letters are drawn evenly and with replacement, numbers evenly among those of so many digits.
 
-    In one piece any causal stack reads a row; apart the source goes to the encoder of `model=encoder_decoder`. A
-    training row draws the size of its answer evenly from `shortest` to `size`; shorter rows of a batch are padded.
-    Suites are named size8, size16, ...: validation has that of `size`, test those of `test_size`. `accuracy` counts
-    tokens, `sequence_accuracy` whole answers: those that greedy generation would say without a fault.
+    In one piece any causal stack reads a row; apart the source goes to the encoder of `model=encoder_decoder`. The
+    answer of a training row has a size drawn evenly from `shortest` to `size`; shorter rows of a batch are padded.
+    Suites are named size8, size16, ...: validation has that of `size`, test those of `test_size`. Tokens are counted by
+    `accuracy`, whole answers, which greedy generation would say without a fault, by `sequence_accuracy`.
 
     Args:
         rule: reverse, sort or digits.
@@ -82,7 +89,7 @@ class Transduction(SyntheticTask):
             raise ValueError(f"shortest={shortest} must be at most size={size}")
         self.test_size = whole_numbers("test_size", test_size)
         if rule == "digits" and max(self.size, *self.test_size) > MOST_DIGITS:
-            raise ValueError(f"size={size} and test_size={list(test_size)} must be at most {MOST_DIGITS} for rule=digits")
+            raise ValueError(f"size={size}, test_size={list(test_size)}: rule=digits has at most {MOST_DIGITS} digits")
         self.rows_per_suite = at_least("rows_per_suite", rows_per_suite, 1)
         self.begin, self.end = self.vocabulary - 2, self.vocabulary - 1
         self.length = self._length(self.size)
