@@ -90,6 +90,19 @@ class MixerSublayer(Sublayer):
                 outputs.append(y)
         return self.add(x, self._combine(outputs)), kept
 
+    def alignments(self, x: Tensor, memory: Memory) -> dict[int, Tensor]:
+        """Weights [B, T, H, S] of the branches that attend to the memory, by index; see `EncoderDecoder.alignments`."""
+        normed = self.before(x)
+        inputs = normed if self.convolution is None else self.convolution(normed)
+        found: dict[int, Tensor] = {}
+        for i in sorted(self.cross):
+            mixer = self.mixers[i]
+            weights = getattr(mixer, "cross_weights", None)
+            if weights is None:
+                raise ValueError(f"{type(mixer).__name__} has no method cross_weights: its weights cannot be told")
+            found[i] = weights(normed if mixer.has_convolution else inputs, memory)
+        return found
+
     def _combine(self, outputs: list[Tensor]) -> Tensor:
         if self.norms is not None:
             outputs = [norm(y) for norm, y in zip(self.norms, outputs, strict=True)]

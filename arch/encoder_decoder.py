@@ -148,6 +148,26 @@ class EncoderDecoder(LanguageModel):
         return Memory(self.encoder(x, packing), packing)
 
     @torch.no_grad()
+    def alignments(self, source: Tensor, tokens: Tensor) -> dict[str, Tensor]:
+        """What each token of the target takes from each of the source, in eval mode: [B, S], [B, T] ids, no pads.
+
+        Returns:
+            "<layer> <name>" -> weights [B, T, H, S] of every cross-attending branch, computed again for this purpose;
+            they sum to 1 over the source (to less with sinks).
+        Raises:
+            ValueError: a mixer whose weights cannot be told.
+        """
+        found: dict[str, Tensor] = {}
+        with evaluating(self):
+            memory = self.encode(source)
+            x = self.stack.position(self.embed(tokens), None, None)
+            for i, (layer, block) in enumerate(zip(self.stack.layers, self.stack.blocks, strict=True)):
+                if block.mixing is not None:
+                    found |= {f"{i} {layer.mixers[j]}": w for j, w in block.mixing.alignments(x, memory).items()}
+                x = block(x, None, memory if block.takes_memory else None)
+        return found
+
+    @torch.no_grad()
     def transduce(self, sources: Prompts, prompts: Prompts, max_new_tokens: int, **options: Any) -> list[Tensor]:
         """New tokens behind prompts, given sources: rows of any lengths, a prompt for each source.
 

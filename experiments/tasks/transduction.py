@@ -14,7 +14,7 @@ from experiments.tasks.draws import unscored, whole_numbers
 
 # Ids of the rule `digits`: the digits themselves, then these words.
 _NAMES = """
-    zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen 
+    zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
     eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred thousand million billion trillion
 """
 WORDS = tuple(_NAMES.split())

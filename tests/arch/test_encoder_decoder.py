@@ -303,3 +303,27 @@ def test_a_missing_or_misfitting_memory_is_said():
         model.generate(PROMPTS[:2], 3, memory=Memory(torch.zeros(3, 4, D)))
     with pytest.raises(ValueError, match="source 1 is empty"):
         model.transduce([[1], []], [[1], [2]], 3)
+
+
+@pytest.mark.parametrize("stack", ["vaswani", "grouped", "bahdanau", "hybrid"])
+def test_alignments_are_the_weights_that_the_layers_use(stack):
+    """Weights times the memory's values, through the output projection, are what a cross-attending layer gives."""
+    model, found = build(stack, convolution=3), []
+    source, tokens = torch.randint(0, V, (2, 6)), torch.randint(0, V, (2, 5))
+    for block in model.stack.blocks:
+        for mixer in block.mixing.mixers if block.takes_memory else ():
+
+            def spied(x, past, documents, memory=None, mixer=mixer, mix=mixer.mix):
+                y, kept = mix(x, past, documents, memory)
+                found.append((mixer, memory, y))
+                return y, kept
+
+            mixer.mix = spied
+    weights = model.alignments(source, tokens)
+    crossing = [(mixer, memory, y) for mixer, memory, y in found if memory is not None]
+    assert len(weights) == len(crossing) > 0
+    for w, (mixer, memory, y) in zip(weights.values(), crossing, strict=True):
+        assert torch.allclose(w.sum(-1), torch.ones(()).double()) and w.shape[:2] == (2, 5) and w.shape[3] == 6
+        v = mixer.remember(memory)["memory.v"]
+        v = v.repeat_interleave(w.shape[2] // v.shape[2], 2)
+        assert torch.allclose(mixer.out(torch.einsum("bths,bshv->bthv", w, v).flatten(2)), y, atol=1e-12)

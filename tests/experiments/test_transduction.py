@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import experiments
+from analysis import alignment
 from experiments import cli, config, tasks
 from experiments.tasks.base import NOT_SCORED, collate
 from experiments.tasks.transduction import WORDS, AnswerScores, number, words
@@ -88,6 +89,13 @@ def test_a_run_trains_logs_and_loads_again(command_line, tmp_path, read_events):
     assert {"train/loss", "val/sequence_accuracy", "eval/size6/sequence_accuracy", "eval/size6/loss"} <= logged
     model = experiments.load(folder)
     assert len(model.transduce([[1, 2], [3]], [[26], [26]], 5, stop=27)) == 2
+    # One row of the trained size: 4 letters and the end, from 4 letters, for the one head of the one such layer.
+    page = alignment.figure(str(folder), row=1)
+    cells, = (np.array(trace.z) for trace in page.data)
+    assert cells.shape == (5, 4) and np.allclose(cells.sum(1), 1, atol=1e-6)
+    for options, message in (({"suite": "size5"}, "suite=size5 does not exist"), ({"row": 8}, "row=8 must be from 0 to 7")):
+        with pytest.raises(ValueError, match=message):
+            alignment.figure(str(folder), **options)
 
 
 def test_the_metrics_of_a_ragged_batch_are_those_of_its_rows():
