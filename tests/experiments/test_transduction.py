@@ -93,7 +93,8 @@ def test_a_run_trains_logs_and_loads_again(command_line, tmp_path, read_events):
     page = alignment.figure(str(folder), row=1)
     cells, = (np.array(trace.z) for trace in page.data)
     assert cells.shape == (5, 4) and np.allclose(cells.sum(1), 1, atol=1e-6)
-    for options, message in (({"suite": "size5"}, "suite=size5 does not exist"), ({"row": 8}, "row=8 must be from 0 to 7")):
+    wrong = ({"suite": "size5"}, "suite=size5 does not exist"), ({"row": 8}, "row=8 must be from 0 to 7")
+    for options, message in wrong:
         with pytest.raises(ValueError, match=message):
             alignment.figure(str(folder), **options)
 
