@@ -72,7 +72,7 @@ class Training(L.LightningModule):
         self.random: dict[str, Any] | None = None
 
     def configure_model(self) -> None:
-        """The inner function is compiled, not this module: gathering labelled positions has data-dependent shapes."""
+        """`read` alone is compiled, not this module: gathering labelled positions has data-dependent shapes."""
         if self.plan.trainer.compile and not self.compiled:
             # Of all jobs of a process, only so many models would be compiled before torch falls back to eager.
             torch._dynamo.reset()
