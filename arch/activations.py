@@ -8,7 +8,7 @@ kernel on a GPU may keep less.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TypeVar
 
@@ -18,15 +18,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import cross_entropy
 
+from arch.encoder_decoder import EncoderDecoder
 from arch.language_model import LanguageModel
 from arch.layout import Layer
+from arch.stack import Stack
 from kernels import backend
+from mixers.base import Memory
 
 M = TypeVar("M", bound=nn.Module)
 
 
 def saved_bytes(model: LanguageModel, length: int) -> tuple[int | None, ...]:
-    """Bytes a part, for one sequence of `length` in the dtype of the model: the embedding, every layer, the head.
+    """Bytes a part, for one sequence of `length` in the dtype of the model, in the order of `arch.parts.parts`.
 
     The head has the last norm and the cross-entropy of every token with it. Parameters are not counted; what a part
     reads counts as its own. Equal layers are run once. None for a layer that cannot run without values.
@@ -37,30 +40,40 @@ def saved_bytes(model: LanguageModel, length: int) -> tuple[int | None, ...]:
         tokens = torch.empty(1, length, dtype=torch.int64)
         x = ghost.embedding(tokens).detach().requires_grad_()
 
-        def embedding() -> Tensor:
-            return ghost.stack.position(ghost.dropout(ghost.embedding(tokens)), None, None)
-
         def head() -> Tensor:
             return cross_entropy(ghost.logits(ghost.stack.norm(x)).flatten(0, 1), tokens.flatten())
 
-        counted: dict[Layer, int | None] = {}
-        for layer, block in zip(ghost.stack.layers, ghost.stack.blocks, strict=True):
-            if layer not in counted:
-                counted[layer] = _layer(ghost, partial(block, x))
-        return (kept(ghost, embedding), *(counted[layer] for layer in ghost.stack.layers), kept(ghost, head))
+        decoder = (*_read(ghost, ghost.stack, ghost.embedding, tokens, x), kept(ghost, head))
+        if not isinstance(ghost, EncoderDecoder):
+            return decoder
+        encoder = _read(ghost, ghost.encoder, ghost.source_embedding, tokens, x)
+        # What the norm gives is the memory, kept once for all the layers that attend to it.
+        return (*encoder, kept(ghost, partial(ghost.encoder.norm, x)) + x.untyped_storage().nbytes(), *decoder)
 
 
-def _layer(model: LanguageModel, forward: Callable[[], object]) -> int | None:
+def _read(model: LanguageModel, stack: Stack, table: nn.Embedding, tokens: Tensor, x: Tensor) -> Iterator[int | None]:
+    """What autograd keeps of an embedding and of every layer behind it; equal layers are run once."""
+    yield kept(model, lambda: stack.position(model.dropout(table(tokens)), None, None))
+    memory = torch.empty_like(x).requires_grad_()
+    counted: dict[Layer, int | None] = {}
+    for layer, block in zip(stack.layers, stack.blocks, strict=True):
+        if layer not in counted:
+            attended = Memory(memory) if block.takes_memory else None
+            counted[layer] = _layer(model, partial(block, x, None, attended), memory)
+        yield counted[layer]
+
+
+def _layer(model: LanguageModel, forward: Callable[[], object], memory: Tensor) -> int | None:
     """What autograd keeps of a layer. Whatever a mixer does that needs values ends in an error of another kind."""
     try:
-        return kept(model, forward)
+        return kept(model, forward, memory)
     except Exception:
         return None
 
 
-def kept(module: nn.Module, forward: Callable[[], object]) -> int:
-    """Bytes of the distinct storages that autograd saves in `forward`, those of the module's own tensors aside."""
-    own = {_storage(t) for t in [*module.parameters(), *module.buffers()]}
+def kept(module: nn.Module, forward: Callable[[], object], *others: Tensor) -> int:
+    """Bytes of the distinct storages that autograd saves in `forward`; not the module's own tensors, nor `others`."""
+    own = {_storage(t) for t in [*module.parameters(), *module.buffers(), *others]}
     saved: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -50,9 +50,10 @@ class Sublayer(nn.Module):
 class MixerSublayer(Sublayer):
     """One mixer, or several in parallel on the same input, behind an optional short causal convolution."""
 
-    def __init__(self, d_model: int, mixers: Sequence[Mixer], options: BlockOptions):
+    def __init__(self, d_model: int, mixers: Sequence[Mixer], options: BlockOptions, cross: Collection[int] = ()):
         super().__init__(d_model, options)
         self.mixers = cast("Sequence[Mixer]", nn.ModuleList(mixers))
+        self.cross = frozenset(cross)
         self.parallel = options.parallel
         width = None if all(m.has_convolution for m in mixers) else options.convolution
         self.convolution = None if width is None else ShortConvolution(d_model, width=width)
@@ -65,22 +66,42 @@ class MixerSublayer(Sublayer):
         named: dict[str, Mixer] = {"mixer" if single else f"mixer.{i}": m for i, m in enumerate(self.mixers)}
         return named if self.convolution is None else {"conv": self.convolution} | named
 
+    def crossing(self) -> list[str]:
+        """The names of the parts that attend to the memory, and not to x."""
+        return [name for i, name in enumerate(n for n in self.parts() if n != "conv") if i in self.cross]
+
     def mix(
         self, x: Tensor, past: State | None, documents: Tensor | None, memory: Memory | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Mixer.mix`."""
         normed = self.before(x)
         kept: dict[str, Tensor] = {}
-        inputs, outputs = normed, []
+        inputs, outputs, crossing = normed, [], self.crossing()
         for name, part in self.parts().items():
             reads = inputs if part is not self.convolution and not part.has_convolution else normed
-            y, state = part.mix(reads, None if past is None else past.part(name), documents, _for(part, memory))
+            before = None if past is None else past.part(name)
+            if name in crossing and memory is None and not _remembers(before):
+                raise ValueError("a cross-attending layer needs a memory: see arch.encoder_decoder.EncoderDecoder")
+            y, state = part.mix(reads, before, documents, memory if name in crossing else None)
             kept |= {f"{name}.{key}": tensor for key, tensor in state.items()}
             if part is self.convolution:
                 inputs = y
             else:
                 outputs.append(y)
         return self.add(x, self._combine(outputs)), kept
+
+    def alignments(self, x: Tensor, memory: Memory) -> dict[int, Tensor]:
+        """Weights [B, T, H, S] of the branches that attend to the memory, by index; see `EncoderDecoder.alignments`."""
+        normed = self.before(x)
+        inputs = normed if self.convolution is None else self.convolution(normed)
+        found: dict[int, Tensor] = {}
+        for i in sorted(self.cross):
+            mixer = self.mixers[i]
+            weights = getattr(mixer, "cross_weights", None)
+            if weights is None:
+                raise ValueError(f"{type(mixer).__name__} has no method cross_weights: its weights cannot be told")
+            found[i] = weights(normed if mixer.has_convolution else inputs, memory)
+        return found
 
     def _combine(self, outputs: list[Tensor]) -> Tensor:
         if self.norms is not None:
@@ -107,31 +128,45 @@ class Block(Mixer):
     Args:
         mixers: the parallel branches; none: the layer is an MLP alone.
         with_mlp: an MLP sublayer behind the mixers.
+        cross: the branches, by index, that attend to the memory; the others do not see it.
     """
 
     has_convolution = True
 
-    def __init__(self, d_model: int, mixers: Sequence[Mixer], options: BlockOptions, with_mlp: bool):
+    def __init__(
+        self,
+        d_model: int,
+        mixers: Sequence[Mixer],
+        options: BlockOptions,
+        with_mlp: bool,
+        cross: Collection[int] = (),
+    ):
         super().__init__()
-        self.mixing = MixerSublayer(d_model, mixers, options) if mixers else None
+        self.mixing = MixerSublayer(d_model, mixers, options, cross) if mixers else None
         self.mlp = MLPSublayer(d_model, options) if with_mlp else None
-        self.causal = all(m.causal for m in mixers)
-        self.takes_memory = any(m.takes_memory for m in mixers)
+        # A memory is there as a whole, whichever way a cross-attending mixer looks at its own input.
+        self.causal = all(m.causal for i, m in enumerate(mixers) if i not in cross)
+        self.takes_memory = bool(cross)
 
     def parts(self) -> dict[str, Mixer]:
         """The parts with a state."""
         return {} if self.mixing is None else self.mixing.parts()
 
     def empty(self, batch: int, like: Tensor) -> dict[str, Tensor]:
-        """The parts' states under dotted names."""
-        return {f"{name}.{key}": t for name, part in self.parts().items() for key, t in part.empty(batch, like).items()}
+        """The parts' states under dotted names; of a cross-attending part the memory is all of it."""
+        return {
+            f"{name}.{key}": t
+            for name, part in self.parts().items()
+            if name not in self._crossing()
+            for key, t in part.empty(batch, like).items()
+        }
 
     def remember(self, memory: Memory) -> dict[str, Tensor]:
         """The parts' memories under dotted names."""
         return {
             f"{name}.{key}": t
             for name, part in self.parts().items()
-            if part.takes_memory
+            if name in self._crossing()
             for key, t in part.remember(memory).items()
         }
 
@@ -144,6 +179,10 @@ class Block(Mixer):
             x, kept = self.mixing.mix(x, past, documents, memory)
         return (x if self.mlp is None else self.mlp(x)), kept
 
+    def _crossing(self) -> list[str]:
+        return [] if self.mixing is None else self.mixing.crossing()
 
-def _for(part: Mixer, memory: Memory | None) -> Memory | None:
-    return memory if part.takes_memory else None
+
+def _remembers(past: State | None) -> bool:
+    """Does the state of a part hold a memory?"""
+    return past is not None and any(name.startswith("memory.") for name in past.tensors)

@@ -8,6 +8,7 @@ from functools import cached_property
 from torch import nn
 
 from arch.activations import saved_bytes
+from arch.encoder_decoder import EncoderDecoder
 from arch.language_model import LanguageModel
 from arch.parts import parts
 from mixers.base import DOOR
@@ -16,10 +17,11 @@ from mixers.options import nearest
 CONVENTION = """\
 FLOPs: 2 a multiply-add; attention by its visible pairs, linear attention by its recurrence, a convolution by its taps
 inside of the row, all else by its matrix products; elementwise work is not counted. One unpacked sequence, logits of
-every token. Training: 3 times forward (backward is 2, nothing is computed again). State: the tensors that generation
-carries along for one sequence, in the dtype of the model or in bfloat16, where recurrent states stay at least float32;
-ids and positions apart. Activations: what autograd keeps of one sequence until the backward, parameters aside, with the
-portable implementations. Attention traffic: q, k and v read once, the output written once."""
+every token; an encoder-decoder has a source as long as the row beside it, read with the prompt. Training: 3 times
+forward (backward is 2, nothing is computed again). State: the tensors that generation carries along for one
+sequence, of a source its keys and values, in the dtype of the model or in bfloat16, where recurrent states stay at
+least float32; ids and positions apart. Activations: what autograd keeps of one sequence until the backward, parameters
+aside, with the portable implementations. Attention traffic: q, k and v read once, the output written once."""
 
 # By the names that runs log behind "complexity/" -> the attribute of `Cost`.
 FIGURES = {
@@ -58,7 +60,7 @@ class Cost:
     grow with the depth.
 
     Attributes:
-        parts: the embedding, every layer in order, the head.
+        parts: an encoder's parts, the embedding, every layer in order, the head.
     """
 
     def __init__(self, model: LanguageModel, length: int):
@@ -202,9 +204,11 @@ def parameters(model: nn.Module) -> int:
 
 def _embeddings(model: LanguageModel) -> int:
     """Token and position embeddings and the head, shared ones once."""
-    tables = {id(p): p.numel() for p in (model.embedding.weight, model.head.weight)}
-    position = model.stack.position.table
-    return sum(tables.values()) + (0 if position is None else position.weight.numel())
+    tables = [model.embedding, *(stack.position.table for stack in model.stacks)]
+    if isinstance(model, EncoderDecoder):
+        tables.append(model.source_embedding)
+    weights = [model.head.weight, *(table.weight for table in tables if table is not None)]
+    return sum({id(weight): weight.numel() for weight in weights}.values())
 
 
 def _unread(table: nn.Embedding) -> int:

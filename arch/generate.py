@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from mixers.base import Packing
+from mixers.base import Memory, Packing
 
 if TYPE_CHECKING:
     from arch.language_model import LanguageModel
@@ -85,18 +85,18 @@ def generate(
     sampling: Sampling,
     stop: int | None = None,
     generator: torch.Generator | None = None,
+    memory: Memory | None = None,
 ) -> list[Tensor]:
     """See `LanguageModel.generate`."""
-    rows = _rows(model, prompts)
-    lengths = torch.tensor([len(row) for row in rows], device=rows[0].device)
+    tokens, lengths, ragged = batch_of(model, prompts)
+    if memory is not None and len(memory.x) != len(tokens):
+        raise ValueError(f"memory has {len(memory.x)} rows; the prompts are {len(tokens)}")
     _check(model, int(lengths.max()), max_new_tokens, stop)
-    tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    ragged = Packing.from_lengths(lengths, tokens.shape[1]) if lengths.unique().numel() > 1 else None
     chosen: list[Tensor] = []
-    with _evaluating(model):
-        hidden, state = model.advance(tokens, model.start(len(rows)), ragged)
-        logits = model.logits(hidden[torch.arange(len(rows), device=lengths.device), lengths - 1])
-        running = torch.ones(len(rows), dtype=torch.bool, device=lengths.device)
+    with evaluating(model):
+        hidden, state = model.advance(tokens, model.start(len(tokens), memory), ragged)
+        logits = model.logits(hidden[torch.arange(len(tokens), device=lengths.device), lengths - 1])
+        running = torch.ones(len(tokens), dtype=torch.bool, device=lengths.device)
         while len(chosen) < max_new_tokens:
             chosen.append(sampling.choose(logits, generator))
             if stop is not None:
@@ -115,22 +115,34 @@ def _until(row: Tensor, stop: int | None) -> Tensor:
     return row[: int(ends[0, 0]) + 1] if len(ends) else row
 
 
-def _rows(model: LanguageModel, prompts: Prompts) -> list[Tensor]:
+def batch_of(model: LanguageModel, prompts: Prompts, what: str = "prompt") -> tuple[Tensor, Tensor, Packing | None]:
+    """Rows of any lengths on the model's device: ids [B, T], lengths [B], and their packing where lengths differ.
+
+    Args:
+        what: the name of a row in errors.
+    """
+    rows = _rows(model, prompts, what)
+    lengths = torch.tensor([len(row) for row in rows], device=rows[0].device)
+    tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return tokens, lengths, Packing.from_lengths(lengths, tokens.shape[1]) if lengths.unique().numel() > 1 else None
+
+
+def _rows(model: LanguageModel, prompts: Prompts, what: str) -> list[Tensor]:
     """The prompts on the model's device, each [its length] int64."""
     if not len(prompts):
-        raise ValueError("prompts must hold at least one prompt")
+        raise ValueError(f"{what}s must hold at least one {what}")
     rows = []
     for i, prompt in enumerate(prompts):
         row = torch.as_tensor(prompt, device=model.embedding.weight.device)
         if row.dim() != 1:
-            raise ValueError(f"prompt {i} must be a row of ids; got shape {list(row.shape)}: [[1, 2]] is one prompt")
+            raise ValueError(f"{what} {i} must be a row of ids; got shape {list(row.shape)}: [[1, 2]] is one {what}")
         if not len(row):
-            raise ValueError(f"prompt {i} is empty; it must have at least one token")
+            raise ValueError(f"{what} {i} is empty; it must have at least one token")
         if row.is_floating_point() or row.is_complex() or row.dtype == torch.bool:
-            raise ValueError(f"prompt {i} must hold integers; got {row.dtype}")
+            raise ValueError(f"{what} {i} must hold integers; got {row.dtype}")
         wrong = row[(row < 0) | (row >= model.vocabulary)]
         if len(wrong):
-            raise ValueError(f"prompt {i} has the id {int(wrong[0])}; ids are from 0 to {model.vocabulary - 1}")
+            raise ValueError(f"{what} {i} has the id {int(wrong[0])}; ids are from 0 to {model.vocabulary - 1}")
         rows.append(row.long())
     return rows
 
@@ -151,7 +163,7 @@ def _check(model: LanguageModel, longest: int, max_new_tokens: int, stop: int | 
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Without dropout."""
     training = model.training
     model.eval()

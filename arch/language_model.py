@@ -14,7 +14,7 @@ from arch.init import initialise
 from arch.loss import cross_entropy
 from arch.mlp import Kind
 from arch.stack import Position, Stack
-from mixers.base import Packing, State
+from mixers.base import Memory, Packing, State
 from mixers.parts import mark
 
 
@@ -26,7 +26,8 @@ class LanguageModel(nn.Module):
         vocabulary: number of token ids.
         d_model: width D.
         n_layers: layers of the stack; None: whole periods of the layout, at least 2 layers.
-        mixers: {name: {option: value}} for registered mixers, {alias: {"mixer": name, option: value}} for aliases.
+        mixers: {name: {option: value}} for registered mixers, {alias: {"mixer": name, option: value}} for aliases;
+            "cross": True makes the layers of a name attend to a memory, which every call then needs.
         mlp, mlp_width: channel mixer of each block, see `arch.mlp`.
         norm: "rmsnorm" or "layernorm", in front of every sublayer and behind the last.
         norm_eps: added to the mean square; None: 1.2e-7 for rmsnorm, 1e-5 for layernorm.
@@ -92,17 +93,22 @@ class LanguageModel(nn.Module):
         return self.stack.used
 
     @property
+    def stacks(self) -> tuple[Stack, ...]:
+        """All stacks, in the order in which a row passes them."""
+        return (self.stack,)
+
+    @property
     def causal(self) -> bool:
         """False where some mixer sees later tokens; such a model has no decode."""
         return self.stack.causal
 
-    def forward(self, tokens: Tensor, packing: Packing | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, packing: Packing | None = None, memory: Memory | None = None) -> Tensor:
         """[B, T] ids -> [B, T, vocabulary] logits; at pads any id is accepted and the logits mean nothing."""
-        return self.logits(self.hidden(tokens, packing))
+        return self.logits(self.hidden(tokens, packing, memory))
 
-    def hidden(self, tokens: Tensor, packing: Packing | None = None) -> Tensor:
+    def hidden(self, tokens: Tensor, packing: Packing | None = None, memory: Memory | None = None) -> Tensor:
         """[B, T] ids -> [B, T, D], what the head reads; 0 at pads."""
-        return self.stack(self._embed(tokens, packing), packing)
+        return self.stack(self.embed(tokens, packing), packing, memory)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., D] -> [..., vocabulary]."""
@@ -115,13 +121,15 @@ class LanguageModel(nn.Module):
         """[N, D], targets [N] -> their summed cross-entropy in nats; large logits are never whole, see `arch.loss`."""
         return cross_entropy(hidden, self.head.weight, targets, self.logit_softcap)
 
-    def start(self, batch: int) -> State:
-        """The state before any token."""
-        return self.stack.start(batch, self.embedding.weight)
+    def start(self, batch: int, memory: Memory | None = None) -> State:
+        """The state before any token; it keeps what is needed of the memory."""
+        return self.stack.start(batch, self.embedding.weight, memory)
 
-    def prefill(self, tokens: Tensor, packing: Packing | None = None) -> tuple[Tensor, State]:
+    def prefill(
+        self, tokens: Tensor, packing: Packing | None = None, memory: Memory | None = None
+    ) -> tuple[Tensor, State]:
         """Prompts [B, T], padded anywhere by `packing`: logits [B, T, vocabulary] and the state after them."""
-        return self.extend(tokens, self.start(tokens.shape[0]), packing)
+        return self.extend(tokens, self.start(tokens.shape[0], memory), packing)
 
     def extend(self, tokens: Tensor, state: State, packing: Packing | None = None) -> tuple[Tensor, State]:
         """Go on with [B, T] further ids, see `Mixer.extend`."""
@@ -130,13 +138,14 @@ class LanguageModel(nn.Module):
 
     def advance(self, tokens: Tensor, state: State, packing: Packing | None = None) -> tuple[Tensor, State]:
         """As `extend`, but what the head reads, [B, T, D]: of a long prompt, only the last logits may be wanted."""
-        return self.stack.extend(self._embed(tokens, packing), state, packing)
+        return self.stack.extend(self.embed(tokens, packing), state, packing)
 
     def generate(
         self,
         prompts: Prompts,
         max_new_tokens: int,
         *,
+        memory: Memory | None = None,
         temperature: float = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
@@ -148,6 +157,7 @@ class LanguageModel(nn.Module):
         Args:
             prompts: rows of ids, of any lengths; a tensor [B, T] is B prompts of T.
             max_new_tokens: at most so many, at least 1.
+            memory: what cross-attending layers attend to, a row for each prompt; ragged ones by its packing.
             temperature: what logits are divided by; 0 is greedy: the most likely token, the lowest id of equals.
             top_k: draw from so many of the most likely tokens only.
             top_p: draw from the fewest most likely tokens whose probabilities, after temperature and top_k, reach this.
@@ -158,14 +168,18 @@ class LanguageModel(nn.Module):
             The new tokens of each row, [at most max_new_tokens] int64 on the model's device, with `stop` at their end.
         Raises:
             ValueError: no prompt, an empty one, an id outside of the vocabulary, an option out of range, more positions
-                than a learned embedding has, or a mixer that sees later tokens.
+                than a learned embedding has, a mixer that sees later tokens, or a memory of other rows.
         """
-        return generate(self, prompts, max_new_tokens, Sampling(temperature, top_k, top_p), stop, generator)
+        return generate(self, prompts, max_new_tokens, Sampling(temperature, top_k, top_p), stop, generator, memory)
 
-    def _embed(self, tokens: Tensor, packing: Packing | None) -> Tensor:
-        if packing is not None:
-            tokens = tokens.masked_fill(packing.documents == 0, 0)
-        return self.dropout(self.embedding(tokens))
+    def embed(self, tokens: Tensor, packing: Packing | None = None) -> Tensor:
+        """[B, T] ids -> [B, T, D], what the stack reads; at pads that of id 0."""
+        return self.dropout(looked_up(self.embedding, tokens, packing))
+
+
+def looked_up(table: nn.Embedding, tokens: Tensor, packing: Packing | None) -> Tensor:
+    """[B, T] ids, any at pads -> [B, T, D]."""
+    return table(tokens if packing is None else tokens.masked_fill(packing.documents == 0, 0))
 
 
 def _check(**rules: tuple[Any, bool, str]) -> None:

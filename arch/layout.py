@@ -13,7 +13,8 @@
 
 NAME and SHARE are [A-Za-z_][A-Za-z0-9_.-]*, indices count from 0, white space is free. `mlp` is a layer of its own and
 no branch: where it occurs the other layers have no MLP, so that `gqa|mlp` would silently change all of them. The parser
-knows no mixers: names are checked against `known`, the registered ones and the aliases of a config.
+knows no mixers: names are checked against `known`, the registered ones and the aliases of a config. What attends to an
+encoder's output has a name too, an alias with `cross: true`: `mha + cross + mlp`, see `arch.encoder_decoder`.
 """
 
 from __future__ import annotations

@@ -13,12 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from arch.block import Block
+from arch.encoder_decoder import EncoderDecoder
 from arch.language_model import LanguageModel
 from arch.layout import Layer
 from kernels.flops import FlopCounter, Formula
-from mixers.base import Packing, State
+from mixers.base import Memory, Packing, State
 
 M = TypeVar("M", bound=nn.Module)
+
+# The parts that are no layer.
+ENDS = ("encoder embedding", "encoder norm", "embedding", "head")
 
 
 class Kind:
@@ -56,15 +60,37 @@ class Kind:
         return 0
 
 
+class Encoded(Kind):
+    """What an encoder does, once for a source: it has no state, and no part in the tokens behind a prompt."""
+
+    @cached_property
+    def decode(self) -> FlopCounter:
+        """See `Kind`."""
+        return FlopCounter()
+
+
 class Layers(Kind):
-    """Equal layers of a stack."""
+    """Equal layers of a stack.
+
+    Args:
+        memory: [1, S, D], what the layers attend to; they compute its keys and values in prefill, not in decode.
+    """
 
     module: Block
+
+    def __init__(self, module: Block, x: Tensor, memory: Tensor | None = None):
+        super().__init__(module, x)
+        self.memory = memory
+
+    @cached_property
+    def forward(self) -> FlopCounter:
+        """See `Kind`."""
+        return _counted(self.module, self.x, None, self._memory())[0]
 
     @cached_property
     def prefill(self) -> tuple[FlopCounter, State]:
         """See `Kind`."""
-        counter, (_, state) = _counted(self.module.extend, self.x, self.module.start(1, self.x))
+        counter, (_, state) = _counted(self._extend)
         return counter, state
 
     @cached_property
@@ -76,14 +102,26 @@ class Layers(Kind):
     @cached_property
     def bf16_state_bytes(self) -> int:
         """See `Kind`."""
-        return Layers(copy.deepcopy(self.module).bfloat16(), self.x.bfloat16()).prefill[1].bytes
+        memory = None if self.memory is None else self.memory.bfloat16()
+        return Layers(copy.deepcopy(self.module).bfloat16(), self.x.bfloat16(), memory).prefill[1].bytes
 
     @cached_property
     def bookkeeping_bytes(self) -> int:
         """See `Kind`."""
-        packing = Packing(torch.ones(self.x.shape[:2], dtype=torch.int32, device="meta"), check=False)
-        _, (_, state) = _counted(self.module.extend, self.x, self.module.start(1, self.x), packing)
+        _, (_, state) = _counted(self._extend, True)
         return State(state.own).bookkeeping_bytes
+
+    def _extend(self, packed: bool = False) -> tuple[Tensor, State]:
+        """A row into an empty state that holds the memory."""
+        start = self.module.start(1, self.x, self._memory(packed))
+        return self.module.extend(self.x, start, _one_document(self.x) if packed else None)
+
+    def _memory(self, packed: bool = False) -> Memory | None:
+        return None if self.memory is None else Memory(self.memory, _one_document(self.memory) if packed else None)
+
+
+def _one_document(x: Tensor) -> Packing:
+    return Packing(torch.ones(x.shape[:2], dtype=torch.int32, device="meta"), check=False)
 
 
 def _counted(call: Callable, *arguments: Any) -> tuple[FlopCounter, Any]:
@@ -98,7 +136,8 @@ class Part:
     """What one part of a model adds to its cost; what needs a state is None in a bidirectional model.
 
     Attributes:
-        name: "embedding", a layer as its layout spells it ("window|linear@a"), or "head" (with the norm before it).
+        name: "embedding", a layer as its layout spells it ("window|linear@a"), or "head" (with the norm before it); of
+            an encoder the same with "encoder " in front, and "norm" for "head".
         parameters: those that no part before it has: 0 where a layer shares its weights with an earlier one.
     """
 
@@ -169,17 +208,33 @@ class Part:
 
 
 def parts(model: LanguageModel, length: int) -> Iterator[Part]:
-    """The embedding, every layer in order, the head, at rows of `length` tokens; equal layers share their counts."""
+    """An encoder's parts, the embedding, every layer in order, the head, at rows of `length` tokens, sources too.
+
+    Equal layers share their counts.
+    """
     weight = model.embedding.weight
     x = torch.empty(1, length, weight.shape[1], dtype=weight.dtype, device="meta")
     seen: set[int] = set()
+    if isinstance(model, EncoderDecoder):
+        yield from _encoder(model, x, seen)
     yield Part("embedding", _new(seen, model.embedding, model.stack.position), Kind(nn.Identity(), x), model.causal)
     kinds: dict[Layer, Kind] = {}
     for layer, block in zip(model.stack.layers, model.stack.blocks, strict=True):
         if layer not in kinds:
-            kinds[layer] = Layers(block, x)
+            kinds[layer] = Layers(block, x, x if block.takes_memory else None)
         yield Part(str(layer), _new(seen, block), kinds[layer], model.causal)
     yield Part("head", _new(seen, model.stack.norm, model.head), Kind(model.head, x), model.causal)
+
+
+def _encoder(model: EncoderDecoder, x: Tensor, seen: set[int]) -> Iterator[Part]:
+    stack, nothing = model.encoder, Encoded(nn.Identity(), x)
+    yield Part("encoder embedding", _new(seen, model.source_embedding, stack.position), nothing, model.causal)
+    kinds: dict[Layer, Kind] = {}
+    for layer, block in zip(stack.layers, stack.blocks, strict=True):
+        if layer not in kinds:
+            kinds[layer] = Encoded(block, x)
+        yield Part(f"encoder {layer}", _new(seen, block), kinds[layer], model.causal)
+    yield Part("encoder norm", _new(seen, stack.norm), nothing, model.causal)
 
 
 def _new(seen: set[int], *modules: nn.Module) -> int:

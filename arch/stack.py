@@ -16,6 +16,8 @@ from mixers.options import nearest
 from mixers.parts import mark
 
 Position = Literal["none", "learned", "sinusoidal"]
+# What may stand beside the options of a mixer's constructor: which mixer it is, and whether it reads a memory.
+NOT_THE_MIXERS = ("mixer", "cross")
 
 
 class Stack(Mixer):
@@ -115,9 +117,9 @@ def mixer_options(mixers: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
     Args:
         mixers: {registered name: {option: value}}, or {alias: {"mixer": registered name, option: value}}; an alias
-            starts from the options given for its mixer.
+            starts from the options given for its mixer. "cross": True beside them makes its layers attend to a memory.
     Raises:
-        ValueError: an unknown mixer or option.
+        ValueError: an unknown mixer or option, or a mixer that cannot cross-attend.
     """
     known = registry.names()
     for name, options in mixers.items():
@@ -142,12 +144,23 @@ def mixer_options(mixers: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     for name, options in base.items():
         allowed = registry.options(options["mixer"])
         for option in options:
-            if option != "mixer" and option not in allowed:
+            if option not in NOT_THE_MIXERS and option not in allowed:
                 raise ValueError(
                     f"model.mixers.{name}: mixer {options['mixer']!r} has no option {option!r}"
                     f"{nearest(option, allowed)}; options: {', '.join(allowed)}"
                 )
-    return base
+        _check_cross(name, options)
+    # One spelling of "not".
+    return {name: {k: v for k, v in options.items() if k != "cross" or v} for name, options in base.items()}
+
+
+def _check_cross(name: str, options: Mapping[str, Any]) -> None:
+    cross, mixer = options.get("cross", False), options["mixer"]
+    if not isinstance(cross, bool):
+        raise ValueError(f"model.mixers.{name}: cross={cross!r} must be true or false")
+    if cross and not registry.get(mixer).takes_memory:
+        able = ", ".join(other for other in registry.names() if registry.get(other).takes_memory)
+        raise ValueError(f"model.mixers.{name}: mixer {mixer!r} cannot cross-attend; those that can: {able}")
 
 
 def _blocks(
@@ -163,7 +176,8 @@ def _blocks(
         if block is None:
             alone = layer.mixers == (MLP,)
             mixers = [] if alone else [_mixer(chosen[name], d_model) for name in layer.mixers]
-            block = Block(d_model, mixers, options, with_mlp or alone)
+            cross = [] if alone else [i for i, name in enumerate(layer.mixers) if chosen[name].get("cross")]
+            block = Block(d_model, mixers, options, with_mlp or alone, cross)
         if layer.share:
             shared[layer.share] = block
         blocks.append(block)
@@ -171,4 +185,4 @@ def _blocks(
 
 
 def _mixer(options: Mapping[str, Any], d_model: int) -> Mixer:
-    return registry.build(options["mixer"], d_model, **{k: v for k, v in options.items() if k != "mixer"})
+    return registry.build(options["mixer"], d_model, **{k: v for k, v in options.items() if k not in NOT_THE_MIXERS})

@@ -231,9 +231,9 @@ MIXERLAB_PLUGINS=FILE.py adds mixers of your own
 _PAGES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "train": (
         _TRAIN,
-        ("task", "optimizer", "trainer", "experiment"),
-        ("model/language_model", *(f"task/{task}" for task in tasks.names()), "optimizer/adamw", "trainer/default",
-         "match/default"),
+        ("model", "task", "optimizer", "trainer", "experiment"),
+        ("model/language_model", "model/encoder_decoder", *(f"task/{task}" for task in tasks.names()),
+         "optimizer/adamw", "trainer/default", "match/default"),
     ),
     "bench": (_BENCH, (), ("model/language_model",)),
 }
@@ -261,7 +261,8 @@ def help_page(name: str) -> str:
     for file in files:
         group, _, choice = file.partition("/")
         # The other groups have one choice each.
-        options += ["", *([f"  with task={choice}"] if group == "task" else [])]
+        said = group == "task" or choice == "encoder_decoder"
+        options += ["", *([f"  with {group}={choice}"] if said else [])]
         options += _options(f"{group}.", file, own.get(group, {}))
     mixers = [(mixer, _spell_all(registry.options(mixer))) for mixer in registry.names()]
     return start + _REST.format(groups=_columns(groups), options="\n".join(options), mixers=_columns(mixers))
@@ -270,7 +271,7 @@ def help_page(name: str) -> str:
 def _options(prefix: str, file: str, instead: Mapping[str, Any]) -> list[str]:
     """A line for every `option: default  # what it is` of a config file; `instead`: other defaults."""
     text = (config.CONF / f"{file}.yaml").read_text()
-    found = re.findall(r"^(\w+): (.+?) +# (.+)$", text, re.MULTILINE)
+    found = re.findall(r"^(?!defaults)(\w+): (.+?) +# (.+)$", text, re.MULTILINE)
     return [
         f"  {f'{prefix}{option}={instead.get(option, default.strip())}':36} {meaning}"
         for option, default, meaning in found

@@ -24,7 +24,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from arch import layout
+from arch.encoder_decoder import EncoderDecoder
 from arch.language_model import LanguageModel
+from arch.stack import Stack
 from experiments import matching, optim, tasks
 from experiments.metrics import direction
 from experiments.tasks.base import Task, at_least
@@ -208,6 +210,7 @@ def plan(tree: Mapping[str, Any]) -> Plan:
         model, matched = matching.solve(budget, settings.model, lambda options: _model(options, task), task.length)
         settings = replace(settings, model=model)
         skeleton = _model(settings.model, task)
+    _check_sources(task, skeleton)
     _check_direction(task, skeleton, settings)
     table = skeleton.stack.position.table
     if table is not None and table.num_embeddings < task.longest:
@@ -218,6 +221,23 @@ def plan(tree: Mapping[str, Any]) -> Plan:
     optimizer = _build("optimizer", settings.optimizer, optim.get)
     trainer = call(Trainer, settings.trainer, "trainer")
     return Plan(settings, task, optimizer, trainer, skeleton, matched)
+
+
+def _check_sources(task: Task, skeleton: LanguageModel) -> None:
+    """A source is read by an encoder, and an encoder reads a source.
+
+    Raises:
+        ValueError: one is there without the other.
+    """
+    encodes = isinstance(skeleton, EncoderDecoder)
+    if skeleton.stack.takes_memory and not encodes:
+        stack = layout.describe(skeleton.stack.layers)
+        raise ValueError(f"model: layout {stack!r} has a cross-attending layer: it needs model=encoder_decoder")
+    if encodes and not task.sources:
+        what = f"task={task.name} has none"
+        raise ValueError(f"model: an encoder needs a source, and {what}: task=transduction task.apart=true has one")
+    if task.sources and not encodes:
+        raise ValueError(f"task: {task.name} has a source apart: it needs model=encoder_decoder, or task.apart=false")
 
 
 def _check_direction(task: Task, skeleton: LanguageModel, settings: Settings) -> None:
@@ -260,14 +280,26 @@ def _build(what: str, options: Mapping[str, Any], get: Any) -> Any:
     return call(get(options["name"]), {k: v for k, v in options.items() if k != "name"}, what)
 
 
+def model_class(options: Mapping[str, Any]) -> type[LanguageModel]:
+    """The model that such options are of."""
+    return EncoderDecoder if "encoder" in options else LanguageModel
+
+
 def _model(options: Mapping[str, Any], task: Task) -> LanguageModel:
-    return call(LanguageModel, options, "model", vocabulary=task.vocabulary)
+    return call(model_class(options), options, "model", vocabulary=task.vocabulary)
 
 
 def model_config(options: Mapping[str, Any], model: LanguageModel) -> dict[str, Any]:
     """All options of a model that was built from some: defaults in, unused mixers out."""
-    mixers = {name: _filled(name, chosen) for name, chosen in model.used.items()}
-    return defaults(LanguageModel) | dict(options) | {"n_layers": len(model.stack.layers), "mixers": mixers}
+    found = defaults(type(model)) | dict(options) | _depth_and_mixers(model.stack)
+    if isinstance(model, EncoderDecoder):
+        own = {"layout": layout.describe(model.encoder.layers)}
+        found["encoder"] = own | _depth_and_mixers(model.encoder)
+    return found
+
+
+def _depth_and_mixers(stack: Stack) -> dict[str, Any]:
+    return {"n_layers": len(stack.layers), "mixers": {name: _filled(name, used) for name, used in stack.used.items()}}
 
 
 def _filled(name: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -76,6 +76,9 @@ def continued(
         raise ValueError(f"stop={stop!r} must be one token; it is {len(end)}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = resume.load(run, runs).to(device)
+    if len(model.stacks) > 1:
+        advice = "in Python, experiments.load(run).transduce(sources, prompts, n) is asked"
+        raise ValueError(f"run={run} is an encoder-decoder, which needs sources beside prompts: {advice}")
     asked = [tokens.encode(prompt) for prompt in prompts]
     said = model.generate(asked, max_new_tokens, stop=end and end[0],
                           generator=torch.Generator(device).manual_seed(seed), **sampling)

@@ -36,6 +36,8 @@ from mixers.base import Packing
 
 # The first steps compile, allocate and warm caches: they are left out of the throughput, at most this many.
 WARMING_STEPS = 10
+# The fields of a batch that a model reads; a compiled one would be compiled again for others that change.
+_READ = ("tokens", "documents", "source", "source_documents")
 _PRECISION = {32: "32-true", 64: "64-true"}
 
 Batch = dict[str, Any]
@@ -56,7 +58,7 @@ class Training(L.LightningModule):
         super().__init__()
         self.net = net
         self.plan = plan
-        self.hidden = net.hidden
+        self.hidden = self.read
         self.compiled = False
         # Tokens seen in training, pads aside.
         self.tokens = 0
@@ -70,11 +72,11 @@ class Training(L.LightningModule):
         self.random: dict[str, Any] | None = None
 
     def configure_model(self) -> None:
-        """The inner function is compiled, not this module: gathering labelled positions has data-dependent shapes."""
+        """`read` alone is compiled, not this module: gathering labelled positions has data-dependent shapes."""
         if self.plan.trainer.compile and not self.compiled:
             # Of all jobs of a process, only so many models would be compiled before torch falls back to eager.
             torch._dynamo.reset()
-            self.hidden = torch.compile(self.net.hidden)
+            self.hidden = torch.compile(self.read)
             self.compiled = True
 
     def configure_optimizers(self) -> dict[str, Any]:
@@ -108,13 +110,17 @@ class Training(L.LightningModule):
         about = {name: batch[name].flatten()[where] for name in self.plan.task.about if name in batch}
         return batch | {"where": where, "targets": labels[scored], "real": real, "about": about}
 
+    def read(self, batch: Batch) -> Tensor:
+        """[B, T, D], what the head reads."""
+        memory = self.net.encode(batch["source"], _packing(batch, "source_documents")) if "source" in batch else None
+        return self.net.hidden(batch["tokens"], _packing(batch, "documents"), memory)
+
     def labelled(self, batch: Batch) -> Tensor:
         """[N, D], what the head reads at the N labelled positions."""
-        documents = batch.get("documents")
         # Compiled in training alone: suites of other lengths would be compiled again each.
-        hidden = self.hidden if self.training else self.net.hidden
-        hidden = hidden(batch["tokens"], None if documents is None else Packing(documents, check=False))
-        return hidden.flatten(0, 1).index_select(0, batch["where"])
+        read = self.hidden if self.training else self.read
+        inputs = {name: batch[name] for name in _READ if name in batch}
+        return read(inputs).flatten(0, 1).index_select(0, batch["where"])
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
         loss = self.plan.task.loss(self.net, self.labelled(batch), batch["targets"])
@@ -163,6 +169,10 @@ class Training(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.tokens, self.random = checkpoint["tokens"], checkpoint["random"]
+
+
+def _packing(batch: Batch, name: str) -> Packing | None:
+    return Packing(batch[name], check=False) if name in batch else None
 
 
 class Recorder(Callback):

@@ -148,7 +148,8 @@ def load(run: str | Path, runs: str | Path = "runs") -> LanguageModel:
         raise ValueError(f"{folder} has no checkpoint that can be read{''.join(f'; {fault}' for fault in faults)}")
     # The task, whose text may lie elsewhere now, is not needed.
     vocabulary = len(found.weights["embedding.weight"])
-    model = call(LanguageModel, found.content["config"]["model"], "model", vocabulary=vocabulary)
+    options = found.content["config"]["model"]
+    model = call(config.model_class(options), options, "model", vocabulary=vocabulary)
     fault = checkpoints.misfit(found, model)
     if fault:
         raise ValueError(f"the code has changed since {folder} was made: {fault}")

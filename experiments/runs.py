@@ -114,7 +114,8 @@ def _stale(plan: config.Plan, folder: Path) -> bool:
 
 
 def _code(plan: config.Plan) -> str:
-    return code(*(registry.get(options["mixer"]) for options in plan.skeleton.used.values()))
+    used = [options for stack in plan.skeleton.stacks for options in stack.used.values()]
+    return code(*(registry.get(options["mixer"]) for options in used))
 
 
 def _run(plan: config.Plan, folder: Path, command: str) -> Outcome:

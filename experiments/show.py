@@ -17,7 +17,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from arch import cost, layout
-from arch.parts import Part
+from arch.parts import ENDS, Part
 from experiments import cli, config
 from experiments.metrics import format_value
 
@@ -128,8 +128,9 @@ def text(found: dict[str, Any], explain: bool = False) -> str:
     kinds = _fold(found["parts"])
     rows = [("layers", "", *_TITLES), *((_count(places), part["name"], *_spell(part)) for part, places in kinds)]
     rows.append(("total", "", *_spell(found["total"])))
+    layers = sum(part["name"] not in ENDS for part in found["parts"])
     head = (
-        f"{found['stack']}: {len(found['parts']) - 2} layers, d_model {found['d_model']}, "
+        f"{found['stack']}: {layers} layers, d_model {found['d_model']}, "
         f"vocabulary {found['vocabulary']:,}; {found['total']['parameters']:,} parameters"
     )
     lines = [head, f"layout: {found['layout']}", "", *_aligned(rows), "", *_model(found), ""]
@@ -172,7 +173,7 @@ def _fold(parts: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], list[in
     """Each part once, by its first place, and the layers that it stands for; none for embedding and head."""
     folded: dict[str, tuple[dict[str, Any], list[int]]] = {}
     for place, part in enumerate(parts):
-        inside = 0 < place < len(parts) - 1
+        inside = part["name"] not in ENDS
         # A layer that shares its weights with an earlier one has no parameters: it is another row.
         entry = folded.setdefault(json.dumps([inside, part]), (part, []))
         if inside:

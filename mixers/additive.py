@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kernels.additive.op import additive_attention
 from mixers import cache
-from mixers.attention import cross_places
+from mixers.attention import cross_places, one_hot
 from mixers.base import Memory, Mixer, State
 from mixers.parts import head_count, mark
 from mixers.registry import register
@@ -76,6 +76,11 @@ class AdditiveAttention(Mixer):
         kept = {"memory.k": k, "memory.v": v}
         return kept if documents is None else kept | {"memory.documents": documents}
 
+    def cross_weights(self, x: Tensor, memory: Memory) -> Tensor:
+        """[B, T, H, S], see `mixers.attention.Attention.cross_weights`."""
+        kept = self.remember(memory)
+        return self._sum(x, kept["memory.k"], one_hot(kept["memory.k"]), causal=False, **cross_places(kept, x, None))
+
     def mix(
         self, x: Tensor, past: State | None, documents: Tensor | None, memory: Memory | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -103,7 +108,10 @@ class AdditiveAttention(Mixer):
         return k, v
 
     def _attend(self, x: Tensor, k: Tensor, v: Tensor, **mask: Any) -> Tensor:
+        return self.out(rearrange(self._sum(x, k, v, **mask), "b t h v -> b t (h v)"))
+
+    def _sum(self, x: Tensor, k: Tensor, v: Tensor, **mask: Any) -> Tensor:
+        """The weighted values of each head, [B, T, H, V]."""
         q = rearrange(self.q(x), "b t (h a) -> b t h a", h=self.n_heads)
         # The cache may hold another dtype than autocast gives here.
-        y = additive_attention(q, k.to(q.dtype), v.to(q.dtype), self.score, bias=self.bias, **mask)
-        return self.out(rearrange(y, "b t h v -> b t (h v)"))
+        return additive_attention(q, k.to(q.dtype), v.to(q.dtype), self.score, bias=self.bias, **mask)

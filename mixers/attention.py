@@ -106,11 +106,20 @@ class Attention(Mixer):
         kept = {"memory.k": k, "memory.v": v}
         return kept if documents is None else kept | {"memory.documents": documents}
 
+    def cross_weights(self, x: Tensor, memory: Memory) -> Tensor:
+        """How much each query of x [B, T, D] takes from each token of a memory, a head: [B, T, H, S].
+
+        What the op gives for one-hot values in place of the memory's, so whatever shapes the scores is in them.
+        """
+        kept = self.remember(memory)
+        k, places = kept["memory.k"], cross_places(kept, x, None)
+        return self._attend(self._queries(x), k, one_hot(k), ordered=False, causal=False, **places)
+
     def mix(
         self, x: Tensor, past: State | None, documents: Tensor | None, memory: Memory | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Mixer.mix`."""
-        q = normed(self.q_norm, rearrange(self.q(x), "b t (h k) -> b t h k", h=self.n_heads))
+        q = self._queries(x)
         if memory is not None:
             return self._cross(q, self.remember(memory), documents), {}
         if past is not None and "memory.k" in past.tensors:
@@ -149,6 +158,9 @@ class Attention(Mixer):
         y = self._attend(q, kept["memory.k"], kept["memory.v"], ordered=False, causal=False, window=None, **places)
         return self._project(y)
 
+    def _queries(self, x: Tensor) -> Tensor:
+        return normed(self.q_norm, rearrange(self.q(x), "b t (h k) -> b t h k", h=self.n_heads))
+
     def _keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
         k, v = (rearrange(project(x), "b s (g k) -> b s g k", g=self.n_kv_heads) for project in (self.k, self.v))
         return normed(self.k_norm, k), v
@@ -179,6 +191,11 @@ def cross_places(kept: dict[str, Tensor], q: Tensor, documents: Tensor | None) -
     return dict(q_documents=documents, k_documents=ids)
 
 
+def one_hot(k: Tensor) -> Tensor:
+    """Values [B, S, G, S] for keys [B, S, G, K] that tell the tokens of a memory apart: the sum is then the weights."""
+    return torch.eye(k.shape[1], dtype=k.dtype, device=k.device)[:, None].expand(len(k), -1, k.shape[2], -1)
+
+
 def default_kv_heads(d_model: int, n_heads: int | None, head_dim: int | None, name: str) -> int:
     """A quarter of the query heads, or the largest divisor below; says so when that leaves nothing to share."""
     heads = head_count(d_model, n_heads, free=head_dim is not None)
@@ -186,7 +203,6 @@ def default_kv_heads(d_model: int, n_heads: int | None, head_dim: int | None, na
     if groups == heads and name != "nsa":
         log.warning("%s with n_heads=%d has n_kv_heads=%d by default: the same as mha", name, heads, groups)
     return groups
-
 
 
 def _check(head_dim: int, window: int | None, scale: float | None, softcap: float | None, dropout: float) -> None:

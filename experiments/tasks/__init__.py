@@ -25,6 +25,7 @@ _CLASSES = {
     "needle": "experiments.tasks.needle:Needle",
     "parity": "experiments.tasks.parity:Parity",
     "text": "experiments.tasks.text:Text",
+    "transduction": "experiments.tasks.transduction:Transduction",
 }
 
 

@@ -6,6 +6,7 @@ Shapes: B rows, T positions, V vocabulary, N positions of any shape. Every batch
     labels     [B, T] int64   the target *at* this position; -100: this position is not scored
                [B, T, S]      where one position has several targets
     documents  [B, T] int32   only where rows are packed or padded: the document of each position, 0 is padding
+    source     [B, S] int64   only of tasks with `sources`: what the encoder reads, with source_documents [B, S]
 
 A synthetic task writes three methods, `draw` (one row from a random generator), `difficulties` (its suites) and
 `oracle` (the exact solver of a suite's row, which proves that the row can be solved), and gets from `SyntheticTask`,
@@ -101,6 +102,7 @@ class Task(ABC):
             them; "any".
         located: options that say where the data lie or come from; `fingerprint` stands for them in a run's key.
         about: further [T] fields of a suite's items; `metrics` gets them at the scored positions, by name.
+        sources: rows have a source apart, which an encoder reads.
         vocabulary_digest: stands for what the ids mean, where that is not fixed: a trained tokeniser's hash.
     """
 
@@ -110,6 +112,7 @@ class Task(ABC):
     reads: Literal["past", "both", "any"] = "any"
     located: tuple[str, ...] = ("path",)
     about: tuple[str, ...] = ()
+    sources: bool = False
     vocabulary_digest: str = ""
 
     @property
@@ -196,6 +199,10 @@ class SyntheticTask(Task):
     def difficulties(self, split: SuiteSplit) -> Mapping[str, Any]:
         """The difficulty of each suite of a split, by the suite's name (letters, digits, `_`, `-`, `.`)."""
 
+    def item(self, row: Row) -> Item:
+        """What `draw` gave as the fields of an item."""
+        return {"tokens": torch.from_numpy(row[0]), "labels": torch.from_numpy(row[1])}
+
     def train_dataset(self, seed: int, rows: int) -> Dataset[Item]:
         return TrainingRows(self, seed, rows)
 
@@ -238,7 +245,7 @@ class TrainingRows(Dataset[Item]):
     def __getitem__(self, row: int) -> Item:
         if not 0 <= row < self.rows:
             raise IndexError(f"row {row} of {self.rows}")
-        return _item(self.task.draw_of_split(self.streams(row), None, "train"))
+        return self.task.item(self.task.draw_of_split(self.streams(row), None, "train"))
 
 
 class Suite(Dataset[Item]):
@@ -254,17 +261,13 @@ class Suite(Dataset[Item]):
             except ValueError as error:
                 raise ValueError(f"rows_per_suite={rows} but {split} suite {name} has no row {i}: {error}") from None
             seen.add(fingerprint(row[0]))
-            self.items.append(_item(row))
+            self.items.append(task.item(row))
 
     def __len__(self) -> int:
         return len(self.items)
 
     def __getitem__(self, row: int) -> Item:
         return self.items[row]
-
-
-def _item(row: Row) -> Item:
-    return {"tokens": torch.from_numpy(row[0]), "labels": torch.from_numpy(row[1])}
 
 
 def loader(
@@ -308,24 +311,29 @@ class _Order(Sampler[int]):
 
 
 def collate(items: list[Item]) -> Item:
-    """Rows to a batch. Shorter rows are padded at their end: token 0, label -100, document 0.
+    """Rows to a batch. Shorter rows are padded at their end: token 0, label -100, document 0; sources likewise.
 
     Returns:
         tokens, labels [B, T] int64; documents [B, T] int32 where a row has them or was padded; other fields, 0 at pads.
     """
-    lengths = [len(item["tokens"]) for item in items]
-    packed = len(set(lengths)) > 1 or any("documents" in item for item in items)
     batch = {
         "tokens": _stack([item["tokens"] for item in items], 0),
         "labels": _stack([item["labels"] for item in items], NOT_SCORED),
     }
     # What a task says about its tokens, see `Task.about`.
-    others = items[0].keys() - batch.keys() - {"documents"}
+    others = items[0].keys() - batch.keys() - {"documents", "source_documents"}
     batch |= {name: _stack([item[name] for item in items], 0) for name in sorted(others)}
-    if packed:
-        one = [item.get("documents", torch.ones(n, dtype=torch.int32)) for item, n in zip(items, lengths, strict=True)]
-        batch["documents"] = _stack(one, 0)
-    return batch
+    batch |= _documents(items, "tokens", "documents")
+    return batch | (_documents(items, "source", "source_documents") if "source" in batch else {})
+
+
+def _documents(items: list[Item], field: str, name: str) -> Item:
+    """The documents of a field, where a row has them or was padded."""
+    lengths = [len(item[field]) for item in items]
+    if len(set(lengths)) == 1 and not any(name in item for item in items):
+        return {}
+    one = [item.get(name, torch.ones(n, dtype=torch.int32)) for item, n in zip(items, lengths, strict=True)]
+    return {name: _stack(one, 0)}
 
 
 def _stack(rows: list[Tensor], fill: int) -> Tensor:

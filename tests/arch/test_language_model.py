@@ -204,9 +204,9 @@ def test_wrong_models_are_named(layout, options, message):
 
 def test_a_stack_without_cross_attention_refuses_a_memory():
     x = torch.randn(1, 3, 16).double()
-    build("mha + linear").stack(x, None, Memory(x))
+    build("mha + cross", mixers={"cross": {"mixer": "mha", "cross": True}}).stack(x, None, Memory(x))
     with pytest.raises(ValueError, match="cannot cross-attend"):
-        build("linear + based").stack(x, None, Memory(x))
+        build("mha + linear").stack(x, None, Memory(x))
 
 
 @pytest.mark.parametrize("layout", ["mha", "linear", "based + window"])

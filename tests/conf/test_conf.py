@@ -10,6 +10,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from arch.encoder_decoder import EncoderDecoder
 from arch.language_model import LanguageModel
 from experiments import bench_cell, cli, config, optim, tasks
 from mixers.options import defaults
@@ -30,6 +31,15 @@ def test_the_model_node_is_the_signature():
     signature = {name: value for name, value in defaults(LanguageModel).items() if name != "mixers"}
     assert node("model/language_model.yaml") == {"layout": "???"} | signature
     assert set(inspect.signature(LanguageModel).parameters) == {"layout", "vocabulary", "mixers", *signature}
+
+
+def test_the_node_of_an_encoder_decoder_adds_its_own_options():
+    found = node("model/encoder_decoder.yaml")
+    assert found.pop("defaults") == ["language_model", "_self_"] and found.pop("mixers")["cross"]["cross"] is True
+    assert found.pop("encoder") == {"layout": "mha", "n_layers": None, "mixers": {}}
+    inherited = {"layout": None, "vocabulary": None, "mixers": None, **defaults(LanguageModel)}
+    assert set(inspect.signature(EncoderDecoder).parameters) == {"encoder", *found, *inherited}
+    assert defaults(EncoderDecoder) == found | defaults(LanguageModel)
 
 
 @pytest.mark.parametrize("file", files("task"))

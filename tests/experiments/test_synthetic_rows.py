@@ -58,6 +58,7 @@ ROWS = [
      ([2, 0, 2], [0, 1, 1, 2])),
     ("mad/memorization", {"vocabulary": 8, "length": 6}, "table", ([1, 0, 1],)),
     ("mad/compression", {"symbols": 4, "length": 5}, slice(None), ([2, 0, 2, 1],)),
+    ("transduction", {"rule": "sort", "vocabulary": 8}, 3, ([5, 0, 2],)),
 ]
 
 
