@@ -38,8 +38,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
             raise ValueError(f"temperature={self.temperature} must be a finite number of at least 0; 0 is greedy")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k={self.top_k} must be at least 1")
+        if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
+            raise ValueError(f"top_k={self.top_k!r} must be a whole number of at least 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
         for name in ("top_k", "top_p"):
@@ -140,18 +140,19 @@ def _rows(model: LanguageModel, prompts: Prompts, what: str) -> list[Tensor]:
             raise ValueError(f"{what} {i} is empty; it must have at least one token")
         if row.is_floating_point() or row.is_complex() or row.dtype == torch.bool:
             raise ValueError(f"{what} {i} must hold integers; got {row.dtype}")
+        row = row.long()
         wrong = row[(row < 0) | (row >= model.vocabulary)]
         if len(wrong):
             raise ValueError(f"{what} {i} has the id {int(wrong[0])}; ids are from 0 to {model.vocabulary - 1}")
-        rows.append(row.long())
+        rows.append(row)
     return rows
 
 
 def _check(model: LanguageModel, longest: int, max_new_tokens: int, stop: int | None) -> None:
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
-    if stop is not None and not 0 <= stop < model.vocabulary:
-        raise ValueError(f"stop={stop} must be an id, from 0 to {model.vocabulary - 1}")
+    if type(max_new_tokens) is not int or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens!r} must be a whole number of at least 1")
+    if stop is not None and (type(stop) is not int or not 0 <= stop < model.vocabulary):
+        raise ValueError(f"stop={stop!r} must be an id, from 0 to {model.vocabulary - 1}")
     position = model.stack.position
     # The last token is not read.
     needed = longest + max_new_tokens - 1

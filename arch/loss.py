@@ -38,13 +38,15 @@ def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, softcap: floa
     Returns:
         A scalar, float32 or float64; 0 for N = 0.
     Raises:
-        ValueError: the shapes do not fit each other.
+        ValueError: the shapes do not fit each other, or softcap is not above 0.
     """
     if hidden.dim() != 2 or hidden.shape[1:] != weight.shape[1:] or targets.shape != hidden.shape[:1]:
         raise ValueError(
             f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and targets {tuple(targets.shape)} must be "
             "[N, D], [V, D] and [N]"
         )
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap={softcap} must be above 0")
     wanted = tuple(torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden, weight))
     return _CrossEntropy.apply(hidden, weight, targets, softcap, wanted)
 

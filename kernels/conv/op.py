@@ -65,6 +65,8 @@ def _check(
 ) -> None:
     if x.dim() != 3:
         raise ValueError(f"causal_conv wants x [B, T, D]; got {list(x.shape)}")
+    if not x.is_floating_point():
+        raise ValueError(f"causal_conv wants floating numbers; got x of {x.dtype}")
     batch, time, width = x.shape
     taps = weight.shape[0] if weight.dim() == 2 else 0
     if taps < 1 or weight.shape[1] != width:
