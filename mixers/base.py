@@ -284,13 +284,13 @@ class Mixer(nn.Module):
             raise ValueError(f"{type(self).__name__} cannot cross-attend: memory must be None")
 
     def _check_state(self, x: Tensor, state: State) -> None:
-        # Of no rows: the names and kinds alone, which cost next to nothing.
+        # Of no rows: names and kinds, at next to no cost. One that has rows is not batch first: the kit says so.
         for name, like in self.empty(0, x).items():
             held = state.get(name)
             if held is None:
                 known = ", ".join(state.own) or "nothing"
                 raise ValueError(f"{type(self).__name__} needs {name!r} in its state; got a state of {known}")
-            if held.shape[0] != x.shape[0]:
+            if not like.shape[0] and held.shape[0] != x.shape[0]:
                 raise ValueError(f"the state {name!r} is of batch {held.shape[0]}; x is of batch {x.shape[0]}")
             if held.is_floating_point() != like.is_floating_point():
                 raise ValueError(f"the state {name!r} must be like {like.dtype}; got {held.dtype}")
