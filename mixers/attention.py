@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -15,8 +14,6 @@ from mixers import alibi, cache
 from mixers.base import Memory, Mixer, State, positions, take
 from mixers.parts import divisor_up_to, head_count, mark, normed
 from mixers.rope import Layout, Rope, reach
-
-log = logging.getLogger(__name__)
 
 Position = Literal["rope", "alibi", "none"]
 
@@ -196,13 +193,10 @@ def one_hot(k: Tensor) -> Tensor:
     return torch.eye(k.shape[1], dtype=k.dtype, device=k.device)[:, None].expand(len(k), -1, k.shape[2], -1)
 
 
-def default_kv_heads(d_model: int, n_heads: int | None, head_dim: int | None, name: str) -> int:
-    """A quarter of the query heads, or the largest divisor below; says so when that leaves nothing to share."""
+def default_kv_heads(d_model: int, n_heads: int | None, head_dim: int | None) -> int:
+    """A quarter of the query heads, or the largest divisor below."""
     heads = head_count(d_model, n_heads, free=head_dim is not None)
-    groups = divisor_up_to(heads, max(1, heads // 4))
-    if groups == heads and name != "nsa":
-        log.warning("%s with n_heads=%d has n_kv_heads=%d by default: the same as mha", name, heads, groups)
-    return groups
+    return divisor_up_to(heads, max(1, heads // 4))
 
 
 def _check(head_dim: int, window: int | None, scale: float | None, softcap: float | None, dropout: float) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from mixers.attention import Attention, Position, default_kv_heads
 from mixers.registry import register
 from mixers.rope import Layout
+
+_log = logging.getLogger(__name__)
 
 
 @register("gqa")
@@ -38,12 +41,10 @@ class GroupedQueryAttention(Attention):
         sinks: bool = False,
         dropout: float = 0.0,
     ):
-        if n_kv_heads is None:
-            n_kv_heads = default_kv_heads(d_model, n_heads, head_dim, "gqa")
         super().__init__(
             d_model,
             n_heads=n_heads,
-            n_kv_heads=n_kv_heads,
+            n_kv_heads=default_kv_heads(d_model, n_heads, head_dim) if n_kv_heads is None else n_kv_heads,
             head_dim=head_dim,
             window=None,
             causal=causal,
@@ -59,3 +60,6 @@ class GroupedQueryAttention(Attention):
             sinks=sinks,
             dropout=dropout,
         )
+        if n_kv_heads is None and self.n_kv_heads == self.n_heads:
+            heads = self.n_heads
+            _log.warning("gqa with n_heads=%d has n_kv_heads=%d by default: the same as mha", heads, heads)

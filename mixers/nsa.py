@@ -82,7 +82,7 @@ class NativeSparseAttention(Mixer):
     ):
         super().__init__()
         self.n_heads = head_count(d_model, n_heads, free=head_dim is not None)
-        groups = default_kv_heads(d_model, n_heads, head_dim, "nsa") if n_kv_heads is None else n_kv_heads
+        groups = default_kv_heads(d_model, n_heads, head_dim) if n_kv_heads is None else n_kv_heads
         if groups < 1 or self.n_heads % groups:
             raise ValueError(f"n_kv_heads={groups} must be at least 1 and divide n_heads={self.n_heads}")
         self.n_kv_heads = groups
@@ -217,17 +217,7 @@ class NativeSparseAttention(Mixer):
         if piece.past is None:
             return attention(q, k, v, window=self.window, q_documents=ids, k_documents=ids), {}
         seen, now = cache.ring(piece.past.part("window"), k, v, ids, self.window)
-        y = attention(
-            q,
-            seen.k.to(q.dtype),
-            seen.v.to(q.dtype),
-            causal=not seen.all_visible,
-            window=None if seen.all_visible else self.window,
-            q_positions=None if seen.all_visible else seen.q_positions,
-            k_positions=None if seen.all_visible else seen.k_positions,
-            q_documents=ids,
-            k_documents=seen.k_documents,
-        )
+        y = attention(q, seen.k.to(q.dtype), seen.v.to(q.dtype), **seen.mask(self.window, ids))
         return y, _named("window", now)
 
     def _sum(self, x: Tensor, parts: dict[str, Tensor]) -> Tensor:

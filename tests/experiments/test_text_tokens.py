@@ -225,7 +225,8 @@ def test_a_stack_that_does_not_fit_the_objective_is_refused(words, message):
 @pytest.mark.parametrize("words", [("stack=bert", "model.mixers.mha.causal=true"), ("stack=bert", "task.objective=mlm"),
                                    ("model.layout=mha", "model.mixers.mha.causal=false", "task.objective=mlm")])
 def test_a_stack_that_fits_is_taken(words):
-    config.plan(cli.composed("train", ["task=text", *words]))
+    plan = config.plan(cli.composed("train", ["task=text", *words]))
+    assert plan.skeleton.causal == (plan.config["task"]["objective"] == "next")
 
 
 @pytest.mark.slow
