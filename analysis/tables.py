@@ -88,14 +88,15 @@ def costs(records: Records) -> list[str]:
 def reads(records: Records) -> dict[str, str]:
     """Metric of quality -> what attention moves for one more token behind such a row, where that was counted.
 
-    Suites along lengths are each at their own; otherwise the first metric of quality is at the task's length.
+    Suites along lengths are each at their own; otherwise the first metric of quality is at the task's length. Only
+    where every run has attention: what other mixers move is not in this figure, and 0 bytes beside it would seem free.
     """
     names = quality(records)
     along = {name: re.fullmatch(r"eval/length(\d+)/accuracy", name) for name in names}
     lengths = {name: int(match[1]) for name, match in along.items() if match}
     lengths = lengths or dict.fromkeys(names[:1], _number(records.runs.get("task.length")) or 0)
     found = {name: f"complexity/decode_attention_bytes_at_{length}" for name, length in lengths.items()}
-    return {name: cost for name, cost in found.items() if cost in records.metrics}
+    return {name: cost for name, cost in found.items() if cost in records.metrics and all(records.values(cost) != 0)}
 
 
 def _number(values: pd.Series | None) -> int | None:

@@ -219,7 +219,7 @@ def test_along_lengths_quality_stands_beside_what_is_read(write, runs):
     lines = [re.split(r" {2,}", line) for line in headline(load(runs)).splitlines() if line.startswith("mha ")]
     assert lines[-1] == ["mha", "0.500 at 32.8 kB", "0.250 at 65.5 kB"]
     for length in (64, 128):
-        title = f"Test accuracy on length{length} against traffic of a token after {length}"
+        title = f"Test accuracy on length{length} against attention traffic of a token after {length}"
         assert text(runs).count(title) == 1
 
 

@@ -77,6 +77,14 @@ def test_reads_stand_beside_the_quality_at_their_length(write, records):
     assert [name for name in tables.costs(records()) if "attention" in name] == list(found.values())
 
 
+def test_reads_are_not_compared_where_a_stack_has_no_attention(write, records):
+    name = "complexity/decode_attention_bytes_at_64"
+    write(accuracy={16: 0.9}, costs={name: 640.0})
+    assert tables.reads(records())
+    write(stack="linear", accuracy={16: 0.8}, costs={name: 0.0})
+    assert tables.reads(records()) == {} and name not in tables.costs(records())
+
+
 def test_costs_that_were_not_recorded_are_left_out(write, records):
     write(costs={"complexity/parameters": 10.0})
     assert tables.costs(records()) == ["complexity/parameters", "measured/train_tokens_per_second"]
