@@ -28,7 +28,8 @@ def apart(records: Records) -> Records:
     if not scaled:
         return records
     plain = records.runs.drop(columns=list(scaled))
-    rows = [plain.assign(scaling=UNSCALED)]
+    rescaled = records.runs[list(scaled)].notna().any(axis="columns")
+    rows = [plain.assign(scaling=rescaled.map({True: UNSCALED}))]
     for scaling in dict.fromkeys(match["scaling"] for match in scaled.values()):
         names = {name: f"eval/{m['suite']}/{m['metric']}" for name, m in scaled.items() if m["scaling"] == scaling}
         tested = records.runs[list(names)].rename(columns=names).dropna(how="all")
@@ -49,7 +50,8 @@ def by_length(records: Records) -> tuple[str, dict[str, dict[int, Interval]]]:
         names = {name: int(match[1] or 1) for name, match in found.items() if match[2] == metric}
         trained = trained_length(records)
         if len(names) > 1 and trained:
-            return f"eval/text/{metric}", {cell: _values(own, names, trained) for cell, own in records.runs.groupby("cell")}
+            cells = {cell: _values(own, names, trained) for cell, own in records.runs.groupby("cell")}
+            return f"eval/text/{metric}", cells
     return "", {}
 
 

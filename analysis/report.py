@@ -163,7 +163,8 @@ def _task_options(records: Records) -> list[tuple[str, str]]:
 
 def _pictures(about: Comparison, styles: Mapping[str, plots.Style], number: int) -> list[dict[str, Any]]:
     """The pictures that there are numbers for: id, title, caption, the figure as JSON."""
-    found = [*_difficulty(about, styles), *_lengths(about, styles), *_learning(about, styles), *_tradeoffs(about, styles)]
+    kinds = (_difficulty, _lengths, _learning, _tradeoffs)
+    found = [picture for kind in kinds for picture in kind(about, styles)]
     # Plotly's JSON escapes what could end a script element.
     return [
         {"id": f"picture-{number}-{i}", "title": title, "caption": caption, "json": Markup(figure.to_json())}
@@ -187,15 +188,15 @@ def _difficulty(about: Comparison, styles: Mapping[str, plots.Style]) -> Iterabl
 
 
 def _lengths(about: Comparison, styles: Mapping[str, plots.Style]) -> Iterable[Picture]:
-    metric_name, found = extrapolation.by_length(about.counted)
+    name, found = extrapolation.by_length(about.counted)
     if found:
         caption = (
             f"The same text in windows of several lengths; bars are {LEVEL:.0%} intervals over seeds. "
             "Points of one length stand side by side only to be seen."
         )
         trained = [extrapolation.trained_length(about.counted)]
-        figure = plots.difficulty(found, trained, styles, tables.AXES["length"], metric_name)
-        yield f"{_capital(metric(metric_name).title)} by length", caption, figure
+        figure = plots.difficulty(found, trained, styles, tables.AXES["length"], name)
+        yield f"{_capital(metric(name).title)} by length", caption, figure
 
 
 def _learning(about: Comparison, styles: Mapping[str, plots.Style]) -> Iterable[Picture]:

@@ -29,10 +29,10 @@ class Evaluation:
     """The config node `evaluate`.
 
     Args:
-        rope_scaling: name -> a scaling as `mixers.rope_scaling` has them. What it leaves out is filled in for each suite:
-            `factor` is the length of its rows over that of training, at least 1, and `original_max_position_embeddings`
-            the length of training. Kinds that look at the length of each row themselves (dynamic) need their factor.
-            It replaces a scaling that training had.
+        rope_scaling: name -> a scaling as `mixers.rope_scaling` has them; it replaces one that training had. What it
+            leaves out is filled in for each suite: `factor` is the length of its rows over that of training, at least
+            1, and `original_max_position_embeddings` the length of training. Kinds that look at the length of each row
+            themselves (dynamic) need their factor.
     Raises:
         ValueError: a name that no metric may have, or a scaling that is no mapping.
     """

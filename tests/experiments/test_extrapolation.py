@@ -111,6 +111,19 @@ def test_every_scheme_and_scaling_is_what_its_definition_gives(command_line, tmp
         assert min(abs(a - b) for i, a in enumerate(past) for b in past[:i]) > 1e-4
 
 
+def test_a_finished_run_is_tested_again_without_training(command_line, tmp_path, read_events):
+    assert command_line("stack=position/rope", *TINY, tiny=False)[0] == 0
+    folder = next((tmp_path / "runs").glob("*/status.json")).parent
+    trained = [event for event in read_events(folder) if "train/loss" in event["metrics"]]
+    code, out, err = command_line(f"resume={folder.name}", SCALINGS, tiny=False)
+    assert (code, err) == (0, "") and "going on after step 3" in out
+    moved = next((tmp_path / "runs").glob("*/status.json")).parent
+    events = read_events(moved)
+    assert moved != folder and [event for event in events if "train/loss" in event["metrics"]] == trained
+    found = {name: value for event in events for name, value in event["metrics"].items()}
+    assert found["eval/text_x4/yarn/loss"] == pytest.approx(independent(moved, "rope", "yarn", 4), rel=1e-6)
+
+
 def plan(*options: str) -> config.Plan:
     return config.plan(cli.composed("train", list(options)))
 
@@ -156,7 +169,7 @@ def test_an_encoder_is_scaled_too():
     [
         ("{a/b: {rope_type: linear}}", "evaluate: rope_scaling: the name 'a/b' must be of letters, digits, _ and -"),
         ("{pi: linear}", "evaluate: rope_scaling.pi='linear' must be a mapping such as {rope_type: yarn}"),
-        ("{x: {rope_type: yarm}}", "evaluate: rope_scaling.x: .*rope_type='yarm' is not allowed (did you mean 'yarn'?)"),
+        ("{x: {rope_type: yarm}}", "evaluate: rope_scaling.x: .*'yarm' is not allowed (did you mean 'yarn'?)"),
         ("{x: {rope_type: linear, factr: 2}}", "evaluate: rope_scaling.x: .*has no option 'factr' (did you mean"),
         ("{x: {rope_type: dynamic}}", "evaluate: rope_scaling.x: .*'dynamic' needs the option 'factor'"),
     ],
