@@ -91,7 +91,7 @@ class Transduction(SyntheticTask):
         if rule == "digits" and max(self.size, *self.test_size) > MOST_DIGITS:
             raise ValueError(f"size={size}, test_size={list(test_size)}: rule=digits has at most {MOST_DIGITS} digits")
         self.rows_per_suite = at_least("rows_per_suite", rows_per_suite, 1)
-        self.begin, self.end = self.vocabulary - 2, self.vocabulary - 1
+        self.begin, self.end = self.signs = self.vocabulary - 2, self.vocabulary - 1
         self.length = self._length(self.size)
 
     @property
