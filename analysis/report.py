@@ -202,7 +202,8 @@ def _lengths(about: Comparison, styles: Mapping[str, plots.Style]) -> Iterable[P
 def _depths(about: Comparison, styles: Mapping[str, plots.Style]) -> Iterable[Picture]:
     for figure in depth.heat_maps(depth.grids(about.counted, about.cells)):
         length = extrapolation.trained_length(about.counted)
-        caption = "Mean test accuracy over seeds, a row a cell and length." + f" Trained at {length} tokens." * bool(length)
+        trained = f" Trained at {length} tokens." if length else ""
+        caption = f"Mean test accuracy over seeds, a row a cell and length.{trained}"
         yield "Accuracy by depth and length", caption, figure
 
 
