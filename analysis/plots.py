@@ -100,19 +100,22 @@ def difficulty(
     trained: Sequence[int],
     styles: Mapping[str, Style],
     what: str = "key-value pairs to remember",
+    name: str | None = None,
 ) -> go.Figure:
-    """Accuracy against the difficulty; difficulties that were never trained are shaded.
+    """Quality against the difficulty; difficulties that were never trained are shaded.
 
     Args:
-        found: cell -> difficulty -> accuracy over seeds.
+        found: cell -> difficulty -> quality over seeds.
         trained: difficulties in training; empty where unknown, then nothing is shaded.
         what: is counted by a difficulty.
+        name: of the quality, a metric; None: accuracy.
     """
     found = {cell: {kv: i for kv, i in row.items() if i.n} for cell, row in found.items()}
     found = {cell: row for cell, row in found.items() if row}
     pairs = sorted({kv for row in found.values() for kv in row})
-    name = f"eval/kv{pairs[-1]}/accuracy" if pairs else "val/accuracy"
-    figure = _figure(what, "test accuracy, higher is better", found)
+    title = _axis_title(name) if name else "test accuracy, higher is better"
+    name = name or (f"eval/kv{pairs[-1]}/accuracy" if pairs else "val/accuracy")
+    figure = _figure(what, title, found)
     ends = (math.log10(pairs[0]) - 0.1, math.log10(pairs[-1]) + 0.16) if pairs else (0, 1)
     _ranges(figure, ends, name, [i.mean for row in found.values() for i in row.values()])
     figure.update_xaxes(type="log", tickvals=pairs, ticktext=[str(kv) for kv in pairs])

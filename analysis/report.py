@@ -19,7 +19,7 @@ import plotly.graph_objects as go
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from analysis import plots, tables
+from analysis import depth, extrapolation, plots, tables
 from analysis.comparison import CATCH_UP, LAST, MARGIN, RESOLUTION, Comparison, by_task
 from analysis.runs import Records, load, select
 from analysis.statistics import LEVEL
@@ -163,7 +163,8 @@ def _task_options(records: Records) -> list[tuple[str, str]]:
 
 def _pictures(about: Comparison, styles: Mapping[str, plots.Style], number: int) -> list[dict[str, Any]]:
     """The pictures that there are numbers for: id, title, caption, the figure as JSON."""
-    found = [*_difficulty(about, styles), *_learning(about, styles), *_tradeoffs(about, styles)]
+    kinds = (_difficulty, _lengths, _depths, _learning, _tradeoffs)
+    found = [picture for kind in kinds for picture in kind(about, styles)]
     # Plotly's JSON escapes what could end a script element.
     return [
         {"id": f"picture-{number}-{i}", "title": title, "caption": caption, "json": Markup(figure.to_json())}
@@ -184,6 +185,26 @@ def _difficulty(about: Comparison, styles: Mapping[str, plots.Style]) -> Iterabl
         )
         figure = plots.difficulty(tables.by_difficulty(about.counted), tables.trained(about.records), styles, what)
         yield "Accuracy by difficulty", caption, figure
+
+
+def _lengths(about: Comparison, styles: Mapping[str, plots.Style]) -> Iterable[Picture]:
+    name, found = extrapolation.by_length(about.counted)
+    if found:
+        caption = (
+            f"The same text in windows of several lengths; bars are {LEVEL:.0%} intervals over seeds. "
+            "Points of one length stand side by side only to be seen."
+        )
+        trained = [extrapolation.trained_length(about.counted)]
+        figure = plots.difficulty(found, trained, styles, tables.AXES["length"], name)
+        yield f"{_capital(metric(name).title)} by length", caption, figure
+
+
+def _depths(about: Comparison, styles: Mapping[str, plots.Style]) -> Iterable[Picture]:
+    for figure in depth.heat_maps(depth.grids(about.counted, about.cells)):
+        length = extrapolation.trained_length(about.counted)
+        trained = f" Trained at {length} tokens." if length else ""
+        caption = f"Mean test accuracy over seeds, a row a cell and length.{trained}"
+        yield "Accuracy by depth and length", caption, figure
 
 
 def _learning(about: Comparison, styles: Mapping[str, plots.Style]) -> Iterable[Picture]:
