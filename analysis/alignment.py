@@ -26,7 +26,7 @@ from experiments import cli, resume, tasks
 from experiments.record import read_description
 from experiments.tasks.base import Item
 from experiments.tasks.transduction import WORDS
-from mixers.options import call, nearest
+from mixers.options import nearest
 
 _OPTIONS = ("run", "suite", "row", "out", "runs")
 
@@ -41,7 +41,7 @@ def figure(run: str, suite: str | None = None, row: int = 0, runs: str = "runs")
     if not isinstance(model, EncoderDecoder):
         raise ValueError(f"run={run} has no encoder: there is nothing to align")
     options = read_description(resume.find(run, runs)).config["task"]
-    task = call(tasks.get(options["name"]), {k: v for k, v in options.items() if k != "name"}, "task")
+    task = tasks.build(options)
     suites = task.suites("test")
     name = suite or next(iter(task.suites("validation")))
     name = name if name in suites or suite else list(suites)[-1]

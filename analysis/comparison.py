@@ -11,7 +11,7 @@ from functools import cached_property
 
 import pandas as pd
 
-from analysis import tables
+from analysis import extrapolation, tables
 from analysis.pareto import Standing, standings
 from analysis.runs import Records, counted, only
 from analysis.statistics import band, compare, gain, not_apart
@@ -30,6 +30,7 @@ MOST_SENTENCES, MOST_GROUPS = 6, 8
 
 def by_task(records: Records) -> list[Comparison]:
     """One comparison a task. Runs of unknown task (broken records) go to the first: they are listed somewhere."""
+    records = extrapolation.apart(records)
     runs = records.runs
     known = sorted(runs["task"].dropna().unique(), key=str)
     if len(known) < 2:
