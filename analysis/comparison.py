@@ -12,9 +12,10 @@ from functools import cached_property
 import pandas as pd
 
 from analysis import extrapolation, tables
+from analysis.pareto import Standing, standings
 from analysis.runs import Records, counted, only
-from analysis.statistics import LEVEL, band, compare, gain, not_apart
-from experiments.metrics import metric
+from analysis.statistics import band, compare, gain, not_apart
+from experiments.metrics import direction, metric
 
 # Of an accuracy, or of a loss in nats: a difference is not believed to repeat better than this from seed to seed.
 RESOLUTION = 0.001
@@ -35,19 +36,17 @@ def by_task(records: Records) -> list[Comparison]:
     if len(known) < 2:
         return [Comparison(records, str(known[0]) if known else "an unknown task")]
     task = runs["task"].fillna(known[0])
-    # Shared out, so that over all tasks together a difference is claimed by mistake no more often than LEVEL allows.
-    level = 1 - (1 - LEVEL) / len(known)
-    return [Comparison(only(records, runs[task == name]), str(name), level) for name in known]
+    return [Comparison(only(records, runs[task == name]), str(name), len(known)) for name in known]
 
 
 class Comparison:
     """The cells of one task. A cell is a configuration without its seed."""
 
-    def __init__(self, records: Records, task: str, level: float = LEVEL) -> None:
-        """`level`: of the family of all pairs of these cells."""
+    def __init__(self, records: Records, task: str, tasks: int = 1) -> None:
+        """`tasks`: of the whole report, in which a difference is claimed by mistake no more often than LEVEL allows."""
         self.task = task
         self.records = records
-        self.level = level
+        self.tasks = tasks
         self.counted = counted(records)
         # The first decides; empty where no finished run says how good it is.
         self.quality = tables.quality(self.counted)
@@ -60,7 +59,10 @@ class Comparison:
 
     @cached_property
     def pairs(self) -> pd.DataFrame:
-        """Every pair of cells on the deciding metric, tested as one family; see `statistics.compare`."""
+        """Every pair of cells on the deciding metric; the tests of all tasks are corrected together.
+
+        The only source of claims that one cell is better than another: see `statistics.compare`.
+        """
         if not self.quality:
             return compare(pd.DataFrame(columns=["cell", "seed", "value"]))
         runs = self.counted.runs
@@ -68,12 +70,28 @@ class Comparison:
         seed = runs["seed"].where(runs["seed"].notna(), "run " + runs["run"]).map(str)
         values = pd.DataFrame({"cell": runs["cell"], "seed": seed, "value": self.counted.values(self.quality[0])})
         best_first = values["cell"].map({cell: i for i, cell in enumerate(self.cells)}).sort_values(kind="stable").index
-        return compare(values.loc[best_first], resolution=RESOLUTION, level=self.level)
+        return compare(values.loc[best_first], resolution=RESOLUTION, families=self.tasks)
+
+    @property
+    def to_best(self) -> pd.DataFrame:
+        """[cell, mean, half, n, p, adjusted, apart]: every other cell minus the best, best first."""
+        if not self.cells or not len(self.pairs):
+            return pd.DataFrame(columns=["cell", *self.pairs.columns.drop(["left", "right"])])
+        found = self.pairs[(self.pairs["left"] == self.cells[0]) & (self.pairs["n"] > 0)]
+        return found.assign(mean=-found["mean"]).rename(columns={"right": "cell"}).drop(columns="left")
 
     @cached_property
     def same(self) -> dict[str, list[str]]:
         """cell -> the cells it cannot be told apart from, best first."""
         return {cell: [] for cell in self.cells} | not_apart(self.pairs)
+
+    def front(self, cost: str) -> dict[str, Standing]:
+        """cell -> its place by the Pareto front of the deciding quality and a cost, where both are known."""
+        if not self.quality:
+            return {}
+        points = {cell: tuple(self.summary.at[cell, name] for name in (cost, self.quality[0])) for cell in self.cells}
+        known = {cell: (c.mean, q.mean) for cell, (c, q) in points.items() if c.n and q.n and c.mean > 0}
+        return standings(known, direction(self.quality[0]), self.same)
 
     @cached_property
     def groups(self) -> dict[str, str]:
@@ -165,6 +183,9 @@ class Comparison:
     def warnings(self) -> list[str]:
         """What makes the comparison less than fair."""
         found, runs = [], self.counted.runs
+        every, known = (set(table["stack"].fillna(table["layout"]).dropna()) for table in (self.records.runs, runs))
+        if known and every - known:
+            found.append(f"Nothing is known of {_listed(sorted(map(str, every - known)))}: no such run finished.")
         if runs["last_tokens"].nunique() > 1:
             found.append(f"The runs had different budgets: {_span(runs['last_tokens'])} training tokens.")
         commits = self.records.environment.reindex(runs["run"]).get("commit", pd.Series(dtype=object)).nunique()

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from analysis import extrapolation, report
+from analysis import extrapolation, report, sheets
 from analysis.comparison import by_task
 from analysis.runs import counted, load
 
@@ -43,7 +43,7 @@ def test_a_run_is_one_cell_a_scaling(tested, runs):
     assert found == {"mha (scaling=none)": 4.5, "mha (scaling=pi)": 3.5, "mha (scaling=yarn)": 3.0, "alibi": 2.6}
     # What was counted holds for all of them, and nothing was lost.
     assert set(about.summary["complexity/parameters"].map(lambda interval: interval.mean)) == {66_000.0}
-    assert not report._left(about) and not [text for text in about.warnings if "seed" in text]
+    assert not sheets.left(about).rows and not [text for text in about.warnings if "seed" in text]
     name, lengths = extrapolation.by_length(about.counted)
     assert name == "eval/text/bits_per_byte" and set(lengths) == set(about.cells)
     assert {n: i.mean for n, i in lengths["mha (scaling=pi)"].items()} == {64: 2.0, 256: 3.5}
@@ -59,7 +59,7 @@ def test_a_failed_run_is_listed_once(tested, write, runs):
     tested(bits({1: 2.0, 4: 4.0}, pi={1: 2.0, 4: 3.0}))
     write(status="FAILED", reason="no memory", seed=1, params=TEXT)
     about, = by_task(load(runs))
-    assert [row["status"] for row in report._left(about)].count("FAILED") == 1
+    assert [row[1] for row in sheets.left(about).rows].count("FAILED") == 1
 
 
 def test_the_report_draws_quality_by_length(tested, runs):
