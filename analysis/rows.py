@@ -1,21 +1,24 @@
-"""One row of a run's test data, to look at what its model does with it."""
+"""One row of a task's test data, to look at what a model does with it."""
 
 from __future__ import annotations
 
-from experiments import resume, tasks
-from experiments.record import read_description
+from collections.abc import Mapping
+from typing import Any
+
+from experiments import tasks
 from experiments.tasks.base import Item
 from mixers.options import call, nearest
 
 
-def of_suite(run: str, runs: str, suite: str | None, row: int) -> tuple[str, Item]:
+def of_suite(options: Mapping[str, Any], suite: str | None, row: int) -> tuple[str, Item]:
     """The suite's name and the row; `suite` None: the test suite of the trained size, or the last.
 
+    Args:
+        options: of the task, its name among them, as a run's config has them.
     Raises:
-        ValueError: no such run, suite or row.
+        ValueError: no such suite or row.
     """
-    options = dict(read_description(resume.find(run, runs)).config["task"])
-    task = call(tasks.get(options.pop("name")), options, "task")
+    task = call(tasks.get(options["name"]), {k: v for k, v in options.items() if k != "name"}, "task")
     suites = task.suites("test")
     name = suite or next(iter(task.suites("validation")))
     name = name if name in suites or suite else list(suites)[-1]
