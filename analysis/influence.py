@@ -184,8 +184,16 @@ def main() -> int:
 
 
 def _look(
-    command: str, run: str, runs: str = "runs", text: str | None = None, suite: str | None = None, row: int = 0,
-    queries: int = 16, directions: int = 16, seed: int = 0, window: int | None = None,
+    command: str,
+    run: str,
+    runs: str = "runs",
+    text: str | None = None,
+    suite: str | None = None,
+    row: int = 0,
+    queries: int = 16,
+    directions: int = 16,
+    seed: int = 0,
+    window: int | None = None,
 ) -> tuple[str, str]:
     """What to print, and the page."""
     recorded = read_description(resume.find(run, runs))

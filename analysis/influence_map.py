@@ -192,7 +192,7 @@ def by_distance(values: Tensor, queries: Sequence[int]) -> Tensor:
 
 
 def profile(values: Tensor, queries: Sequence[int]) -> Tensor:
-    """The mean share at each distance on either side, [T] from 0 to T - 1; NaN where no query is under any influence."""
+    """The mean share at each distance on either side, [T] from 0 to T - 1; NaN where nothing has any influence."""
     told = [row for row in range(len(values)) if values[row].sum() > 0]
     if not told:
         return values.new_full((values.shape[1],), math.nan)

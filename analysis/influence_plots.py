@@ -61,15 +61,18 @@ def heat_map(values: Tensor, queries: Sequence[int], shown: Sequence[str]) -> go
         shown: [T] the tokens as text.
     """
     moved, own = by_distance(shares(values), queries), len(shown) - 1
-    there = [n for n in range(moved.shape[1]) if (moved[:, n] > 0).any() or (n >= own and not moved[:, n].isnan().all())]
-    moved, distances = moved[:, there], [n - own for n in there]
+    ahead = own - min(queries) if (moved[:, :own] > 0).any() else 0
+    distances = range(-ahead, max(queries) + 1)
+    moved = moved[:, own + distances.start : own + distances.stop]
     names = [f"{query}  {_escape(shown[query])}" for query in queries]
-    hover = [[_told(value, query, distance, shown) for value, distance in zip(row, distances, strict=True)]
-             for row, query in zip(moved.tolist(), queries, strict=True)]
+    hover = [
+        [_told(value, query, distance, shown) for value, distance in zip(row, distances, strict=True)]
+        for row, query in zip(moved.tolist(), queries, strict=True)
+    ]
     figure = _figure(90, "query: position and token")
-    common = {"x": distances, "y": list(range(len(names))), "ygap": 1}
-    grey = moved.where(moved == 0, math.nan)
-    figure.add_heatmap(z=_cells(grey), colorscale=[[0, _NOTHING], [1, _NOTHING]], showscale=False, hoverinfo="skip", **common)
+    common = {"x": list(distances), "y": list(range(len(names))), "ygap": 1}
+    grey = {"colorscale": [[0, _NOTHING], [1, _NOTHING]], "showscale": False, "hoverinfo": "skip"}
+    figure.add_heatmap(z=_cells(moved.where(moved == 0, math.nan)), **grey, **common)
     figure.add_heatmap(
         z=_cells(moved.where(moved > 0, math.nan).clamp(min=LEAST).log10()),
         zmin=-DECADES,
@@ -120,7 +123,7 @@ def _told(value: float, query: int, distance: int, shown: Sequence[str]) -> str:
         return ""
     place = query - distance
     where = f"{distance} back" if distance >= 0 else f"{-distance} ahead"
-    return f"{query} {_escape(shown[query])} ← {place} {_escape(shown[place])} ({where}): {value:.3%}"
+    return f"{query} {_escape(shown[query])} ← {place} {_escape(shown[place])} ({where}): {100 * value:.2g}%"
 
 
 def _escape(text: str) -> str:

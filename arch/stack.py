@@ -73,7 +73,7 @@ class Stack(Mixer):
     def passed(
         self, x: Tensor, packing: Packing | None = None, memory: Memory | None = None
     ) -> Iterator[tuple[Block, Tensor]]:
-        """Each block and what it is given when the stack is given x [B, T, D] without pads, to look at them one by one."""
+        """Each block and what it is given when the stack is given x [B, T, D] without pads: to look at one by one."""
         x = self.position(x, None, None if packing is None else packing.documents)
         for block in self.blocks:
             yield block, x

@@ -148,9 +148,7 @@ class Attention(Mixer):
             q, k = self._turned_now(self.rope, q, seen, reach(documents, past, x.shape[1], x.device))
         return self._project(self._attend_cache(q, k, seen, documents)), kept
 
-    def _turned(
-        self, q: Tensor, k: Tensor, past: State | None, documents: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def _turned(self, q: Tensor, k: Tensor, past: State | None, documents: Tensor | None) -> tuple[Tensor, Tensor]:
         """Queries and keys of this call by position; as they are where cached keys are to turn with them."""
         if self.rope is None or (past is not None and self.rope.by_length):
             return q, k
