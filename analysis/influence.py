@@ -24,12 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import plotly.graph_objects as go
 import torch
 
 from analysis import influence_page, influence_plots, rows
+from analysis.canvas import Style
 from analysis.influence_map import Effort, Map, Row, mixer_maps, model_map, profile
-from analysis.plots import Style
+from analysis.pictures import Picture
 from analysis.runs import Records
 from arch.language_model import LanguageModel
 from experiments import cli, resume
@@ -125,9 +125,6 @@ def _check_length(model: LanguageModel, asked: Asked) -> None:
         raise ValueError(f"{asked.where} has {len(asked.shown)} tokens; at most {allowed} are looked at")
 
 
-Picture = tuple[str, str, go.Figure]
-
-
 def section(records: Records, styles: Mapping[str, Style]) -> tuple[list[Picture], list[str]]:
     """For a report on the runs of one task: how far back the whole models look, and a map of each.
 
@@ -135,7 +132,7 @@ def section(records: Records, styles: Mapping[str, Style]) -> tuple[list[Picture
         records: finished runs; of each cell the one of the lowest seed is looked at.
         styles: how each cell looks.
     Returns:
-        (title, caption, figure) of each picture; "<cell>: <why it is not among them>".
+        The pictures; "<cell>: <why it is not among them>".
     """
     runs = records.runs.sort_values(["cell", "seed"], key=lambda column: column.map(str)).drop_duplicates("cell")
     found: dict[str, tuple[Asked, Map]] = {}
@@ -149,11 +146,11 @@ def section(records: Records, styles: Mapping[str, Style]) -> tuple[list[Picture
         return [], missing
     profiles = {cell: profile(about.values, about.queries) for cell, (_, about) in found.items()}
     caption = "Of the whole model, by gradients: how much of what moves a prediction lies in the nearest tokens."
-    pictures = [("How far back the models look", caption, influence_plots.held(profiles, styles))]
-    for cell, (asked, about) in found.items():
+    pictures = [Picture("influence", "How far back the models look", caption, influence_plots.held(profiles, styles))]
+    for number, (cell, (asked, about)) in enumerate(found.items()):
         caption = f"Whole model, first seed, {asked.where}. Grey: exactly no influence."
         figure = influence_plots.heat_map(about.values, about.queries, asked.shown)
-        pictures.append((f"What {cell} depends on", caption, figure))
+        pictures.append(Picture(f"influence-{number}", f"What {cell} depends on", caption, figure))
     return pictures, missing
 
 

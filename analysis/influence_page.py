@@ -12,7 +12,7 @@ import pandas as pd
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from analysis import influence_plots, plots, tables
+from analysis import canvas, influence_plots, tables
 from analysis.influence_map import MODEL, MOST, Map, ahead, beyond, context, farthest, profile, shares
 
 TEMPLATE = Path(__file__).with_name("influence.html.j2")
@@ -98,7 +98,7 @@ def text(maps: Sequence[Map], about: About) -> str:
 def build(maps: Sequence[Map], about: About) -> str:
     """The page."""
     names = [one.name for one in maps]
-    styles = plots.styles(pd.DataFrame({"cell": names, "stack": names}))
+    styles = canvas.styles(pd.DataFrame({"cell": names, "stack": names}))
     profiles = {one.name: profile(one.values, one.queries) for one in maps}
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
@@ -109,7 +109,7 @@ def build(maps: Sequence[Map], about: About) -> str:
         findings=findings(maps, about),
         columns=COLUMNS,
         table=table(maps, about),
-        swatches={name: Markup(plots.swatch(styles[name])) for name in names},
+        swatches={name: Markup(canvas.swatch(styles[name])) for name in names},
         strip=_strip(maps[0], about.shown),
         last=maps[0].queries[-1],
         held=Markup(influence_plots.held(profiles, styles).to_json()),

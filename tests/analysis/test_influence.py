@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import experiments
-from analysis import influence, influence_plots, plots
+from analysis import canvas, influence, influence_plots
 from analysis.influence_map import Row
 from analysis.runs import counted, load
 from experiments import train
@@ -128,20 +128,20 @@ def test_a_learned_position_bounds_the_text(ask, folder):
 def test_the_section_of_a_report_has_a_map_of_each_cell_or_says_why_not(folder):
     records = counted(load(folder / "runs"))
     cells = dict(zip(records.runs["run"], records.runs["cell"], strict=True))
-    pictures, missing = influence.section(records, plots.styles(records.runs))
+    pictures, missing = influence.section(records, canvas.styles(records.runs))
     seen = {cells["mqar"], cells["text"]}
-    assert {title for title, _, _ in pictures[1:]} == {f"What {cell} depends on" for cell in seen}
-    assert {trace.legendgroup for trace in pictures[0][2].data} == seen
+    assert {picture.title for picture in pictures[1:]} == {f"What {cell} depends on" for cell in seen}
+    assert {trace.legendgroup for trace in pictures[0].figure.data} == seen
     assert len(missing) == 1 and missing[0].startswith(f"{cells['bare']}: ") and "has no checkpoint" in missing[0]
 
 
 def test_a_map_tells_nothing_from_little_and_from_no_token():
-    """Query 1 takes all from itself; query 2 all but 1e-9, from token 0. No token is 2 before query 1."""
-    values = torch.tensor([[0, 1, 0], [1e-9, 0, 1 - 1e-9]], dtype=torch.float64)
+    """Query 1 takes all from itself; query 2 all but 1e-17, from token 0. No token is 2 before query 1."""
+    values = torch.tensor([[0, 1, 0], [1e-17, 0, 1]], dtype=torch.float64)
     figure = influence_plots.heat_map(values, (1, 2), ["a", "<", "c"])
     nothing, some = figure.data
     assert list(some.x) == [0, 1, 2]
-    assert some.z == [[0.0, None, None], [pytest.approx(0), None, -influence_plots.DECADES]]
+    assert some.z == [[0.0, None, None], [0.0, None, -influence_plots.DECADES]]
     assert nothing.z == [[None, 0.0, None], [None, 0.0, None]]
     assert figure.layout.yaxis.ticktext == ("1  &lt;", "2  c")
-    assert "2 c ← 0 a (2 back): 1e-07%" in some.text[1][2]
+    assert "2 c ← 0 a (2 back): 1e-15%" in some.text[1][2]
