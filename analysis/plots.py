@@ -176,6 +176,29 @@ def ranking(
     return figure
 
 
+def dots(found: Mapping[str, Interval], name: str, styles: Mapping[str, Style]) -> go.Figure:
+    """One quality of every cell, in rows; the axis starts at 0, so that what is nearly equal looks it.
+
+    Args:
+        found: cell -> its quality `name` over seeds, from top to bottom.
+    """
+    figure = canvas.frame("", canvas.axis_title(name), {})
+    canvas.row_labels(figure, list(found))
+    top = 1.0 if name.endswith("accuracy") else max((i.mean for i in found.values() if i.n), default=1.0)
+    figure.update_xaxes(range=(0, 1.08 * top), showgrid=True)
+    for row, (cell, i) in enumerate(found.items()):
+        if i.n:
+            figure.add_scatter(
+                x=[i.mean],
+                y=[row],
+                error_x=canvas.bars([i]),
+                mode="markers",
+                **canvas.look(styles[cell], cell, size=11),
+                hovertemplate=canvas.hover(cell, f"{metric(name).title}: %{{x:.4g}}"),
+            )
+    return figure
+
+
 def growth(points: Mapping[str, pd.DataFrame], title: str, name: str, styles: Mapping[str, Style]) -> go.Figure:
     """What was measured against the length, both logarithmic, and the counted growth dotted through its middle.
 

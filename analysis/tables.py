@@ -14,6 +14,8 @@ from analysis.statistics import Interval, interval
 from experiments.metrics import format_value, metric
 
 NOTHING = "–"
+# What the record of a tuning says.
+_TUNING = {"lr", "edge", "monitor", "seeds", "scores", "runs", "tokens", "flops", "seconds"}
 # What the numbers in names of suites count, such as eval/kv16/accuracy; the option task.kv says what was trained.
 AXES = {
     "kv": "key-value pairs to remember",
@@ -74,6 +76,8 @@ def costs(records: Records) -> list[str]:
     }
     length = _number(records.runs.get("task.length"))
     state = states.get(length or 0) or (states[max(states)] if states else None)
+    times = [name for name in known if name.startswith("measured/decode_ms_at_")]
+    decode = max(times, key=lambda name: int(name.rsplit("_", 1)[1]), default=None)
     wanted = [
         "complexity/parameters",
         "complexity/flops_per_token_forward",
@@ -81,6 +85,7 @@ def costs(records: Records) -> list[str]:
         state,
         *reads(records).values(),
         "measured/train_tokens_per_second",
+        decode,
     ]
     return [name for name in wanted if name in known]
 
@@ -228,6 +233,12 @@ def settings(records: Records) -> tuple[pd.DataFrame, pd.DataFrame]:
     common = given.drop(columns=differing).iloc[0].dropna()
     cells = given[differing].groupby(records.runs["cell"], sort=True).first()
     return pd.DataFrame({"name": common.index, "value": common.to_numpy()}), cells
+
+
+def tuning(records: Records) -> dict[str, dict[str, Any]]:
+    """cell -> tuning.json of one of its runs (the seeds of a cell share it), where the learning rate was tuned."""
+    known = {run.cell: run.tuning for run in records.runs.itertuples() if run.tuning}
+    return {cell: record for cell, record in known.items() if set(record) >= _TUNING}
 
 
 def text(rows: Sequence[Sequence[str]]) -> str:
