@@ -33,7 +33,7 @@ _OPTIONS = ("run", "suite", "row", "out", "runs")
 
 
 def figure(run: str, suite: str | None = None, row: int = 0, runs: str = "runs") -> go.Figure:
-    """The heat maps of one row of a test suite; `suite` None: that of the trained size, or the last.
+    """The heat maps of one row of a test suite; `suite` None: the hardest that was trained for, or the last.
 
     Raises:
         ValueError: no such run, suite or row, or a run without an encoder.

@@ -1,7 +1,7 @@
 """`python -m analysis.influence run=KEY`: which tokens a trained model depends on, layer by layer, as one page.
 
     python -m analysis.influence run=KEY text='To be, or not to be'   a run of task=text: any text
-    python -m analysis.influence run=KEY                              any run: row 0 of its test suite
+    python -m analysis.influence run=KEY                              any run: row 0 of the hardest trained suite
     python -m analysis.influence run=KEY suite=kv8 row=3 window=16    another row; the share 16 tokens away and more
 
 The influence of a token on an output is the norm of the gradient of the one by the other, so it is defined alike for

@@ -11,7 +11,7 @@ from mixers.options import call, nearest
 
 
 def of_suite(options: Mapping[str, Any], suite: str | None, row: int) -> tuple[str, Item]:
-    """The suite's name and the row; `suite` None: the test suite of the trained size, or the last.
+    """The suite's name and the row; `suite` None: the hardest test suite that was trained for, or the last.
 
     Args:
         options: of the task, its name among them, as a run's config has them.
@@ -20,7 +20,7 @@ def of_suite(options: Mapping[str, Any], suite: str | None, row: int) -> tuple[s
     """
     task = call(tasks.get(options["name"]), {k: v for k, v in options.items() if k != "name"}, "task")
     suites = task.suites("test")
-    name = suite or next(iter(task.suites("validation")))
+    name = suite or list(task.suites("validation"))[-1]
     name = name if name in suites or suite else list(suites)[-1]
     if name not in suites:
         raise ValueError(f"suite={name} does not exist{nearest(name, suites)}; the suites are {', '.join(suites)}")

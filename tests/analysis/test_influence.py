@@ -141,7 +141,7 @@ def test_a_map_tells_nothing_from_little_and_from_no_token():
     figure = influence_plots.heat_map(values, (1, 2), ["a", "<", "c"])
     nothing, some = figure.data
     assert list(some.x) == [0, 1, 2]
-    assert some.z == [[0.0, None, None], [0.0, None, -influence_plots.DECADES]]
-    assert nothing.z == [[None, 0.0, None], [None, 0.0, None]]
+    assert list(some.z) == [[0.0, None, None], [0.0, None, -influence_plots.DECADES]]
+    assert list(nothing.z) == [[None, 0.0, None], [None, 0.0, None]]
     assert figure.layout.yaxis.ticktext == ("1  &lt;", "2  c")
     assert "2 c ← 0 a (2 back): 1e-15%" in some.text[1][2]
