@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from experiments import cli, runs
 from experiments.outcomes import Grid, Outcome, table
 from experiments.signals import Terminated, on_terminate
+from experiments.tracking import address, links
 
 _alone: list[Outcome] = []
 _mistakes: list[runs.ConfigError] = []
@@ -50,6 +51,17 @@ def _start() -> None:
         raise _mistakes[0]
 
 
+def _links() -> list[str]:
+    """Where the grid of this process is compared in MLflow; its views are brought up to what it got to."""
+    options = Grid.options
+    uri = address(str(options.runs), options.mlflow)
+    if uri is None:
+        return []
+    runs = "" if options.runs == "runs" else f" {shlex.quote(f'runs={options.runs}')}"
+    served = [] if uri.startswith("http") else [f"... which this serves: python -m experiments.ui{runs}"]
+    return [*(f"compare: {link}" for link in links(uri, options.sweep)), *served]
+
+
 def main() -> int:
     """The exit code: 0; 1 where a run failed or diverged; 2 after a mistake; 130 after Ctrl-C, 143 after SIGTERM."""
     _alone.clear()
@@ -64,7 +76,7 @@ def main() -> int:
         code = 143
     outcomes = Grid.outcomes()
     if outcomes:
-        print(f"\n{table(outcomes)}", flush=True)
+        print("\n".join(["", table(outcomes), *_links()]), flush=True)
     ended = _alone if outcomes is None else outcomes
     return code or int(not all(outcome.good for outcome in ended))
 
