@@ -17,7 +17,7 @@ from experiments.tracking.server import connect, safe, warn_once
 
 # An experiment's description, or a run's, in Markdown.
 NOTE = "mlflow.note.content"
-# How our lines of the experiment's description start; the rest is people's. Every view is in MLflow's menu of views too.
+# How our lines in the description of the experiment start; the rest is people's. The menu of views has every view.
 _LINE = "- Comparison "
 MOST_LISTED = 20
 _LOCAL = "http://127.0.0.1:5000"
