@@ -13,7 +13,7 @@ import pandas as pd
 
 from analysis import tables
 from analysis.runs import Records, counted, only
-from analysis.statistics import LEVEL, band, compare, gain, not_apart
+from analysis.statistics import band, compare, gain, not_apart
 from experiments.metrics import metric
 
 # Of an accuracy, or of a loss in nats: a difference is not believed to repeat better than this from seed to seed.
@@ -34,19 +34,17 @@ def by_task(records: Records) -> list[Comparison]:
     if len(known) < 2:
         return [Comparison(records, str(known[0]) if known else "an unknown task")]
     task = runs["task"].fillna(known[0])
-    # Shared out, so that over all tasks together a difference is claimed by mistake no more often than LEVEL allows.
-    level = 1 - (1 - LEVEL) / len(known)
-    return [Comparison(only(records, runs[task == name]), str(name), level) for name in known]
+    return [Comparison(only(records, runs[task == name]), str(name), len(known)) for name in known]
 
 
 class Comparison:
     """The cells of one task. A cell is a configuration without its seed."""
 
-    def __init__(self, records: Records, task: str, level: float = LEVEL) -> None:
-        """`level`: of the family of all pairs of these cells."""
+    def __init__(self, records: Records, task: str, tasks: int = 1) -> None:
+        """`tasks`: of the whole report, in which a difference is claimed by mistake no more often than LEVEL allows."""
         self.task = task
         self.records = records
-        self.level = level
+        self.tasks = tasks
         self.counted = counted(records)
         # The first decides; empty where no finished run says how good it is.
         self.quality = tables.quality(self.counted)
@@ -59,7 +57,10 @@ class Comparison:
 
     @cached_property
     def pairs(self) -> pd.DataFrame:
-        """Every pair of cells on the deciding metric, tested as one family; see `statistics.compare`."""
+        """Every pair of cells on the deciding metric; the tests of all tasks are corrected together.
+
+        The only source of claims that one cell is better than another: see `statistics.compare`.
+        """
         if not self.quality:
             return compare(pd.DataFrame(columns=["cell", "seed", "value"]))
         runs = self.counted.runs
@@ -67,7 +68,15 @@ class Comparison:
         seed = runs["seed"].where(runs["seed"].notna(), "run " + runs["run"]).map(str)
         values = pd.DataFrame({"cell": runs["cell"], "seed": seed, "value": self.counted.values(self.quality[0])})
         best_first = values["cell"].map({cell: i for i, cell in enumerate(self.cells)}).sort_values(kind="stable").index
-        return compare(values.loc[best_first], resolution=RESOLUTION, level=self.level)
+        return compare(values.loc[best_first], resolution=RESOLUTION, families=self.tasks)
+
+    @property
+    def to_best(self) -> pd.DataFrame:
+        """[cell, mean, half, n, p, adjusted, apart]: every other cell minus the best, best first."""
+        if not self.cells or not len(self.pairs):
+            return pd.DataFrame(columns=["cell", *self.pairs.columns.drop(["left", "right"])])
+        found = self.pairs[(self.pairs["left"] == self.cells[0]) & (self.pairs["n"] > 0)]
+        return found.assign(mean=-found["mean"]).rename(columns={"right": "cell"}).drop(columns="left")
 
     @cached_property
     def same(self) -> dict[str, list[str]]:

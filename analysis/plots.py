@@ -1,15 +1,9 @@
-"""Pictures of a comparison, as Plotly figures that say everything without a mouse.
-
-A stack has one colour and one symbol in all pictures of a report; cells of one stack differ by dash. Names stand at
-the right edge, each led to its point. Backgrounds are transparent, and texts, axes and grid get their colours from the
-style sheet of the page, so that one figure serves light, dark and print.
-"""
+"""The pictures of a comparison, as Plotly figures that say everything without a mouse."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -17,57 +11,13 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from analysis import canvas
+from analysis.canvas import Style
+from analysis.pareto import Standing
 from analysis.statistics import Interval
 from experiments.metrics import format_value, metric
 
-# Chosen by search: a contrast of 3:1 with a white and a dark page; seen normally or with any of the three colour
-# deficiencies, the first six are at least 24 apart in CIELAB, all eight 16.
-COLOURS = ("#4d6f8c", "#d97e16", "#11a674", "#cc0036", "#9a7ee5", "#aa00ff", "#ff00aa", "#7a4dbf")
-# Plotly's names -> the same as an SVG path around 0. Seven symbols and eight colours: 56 stacks before a pair returns.
-SYMBOLS = {
-    "circle": "M-5 0a5 5 0 1 0 10 0a5 5 0 1 0-10 0z",
-    "square": "M-4.5-4.5h9v9h-9z",
-    "diamond": "M0-6L6 0L0 6L-6 0z",
-    "triangle-up": "M0-5.5L5.5 4.5h-11z",
-    "cross": "M-2-6h4v4h4v4h-4v4h-4v-4h-4v-4h4z",
-    "x": "M0-2.5L3-5.5L5.5-3L2.5 0L5.5 3L3 5.5L0 2.5L-3 5.5L-5.5 3L-2.5 0L-5.5-3L-3-5.5z",
-    "triangle-down": "M0 5.5L5.5-4.5h-11z",
-}
-# Plotly's names -> SVG's stroke-dasharray.
-DASHES = {"solid": "none", "dash": "7 4", "dot": "2 3", "dashdot": "7 3 2 3"}
-# More names than this do not fit beside a picture.
-MOST_NAMES = 14
-
-_HEIGHT, _TOP, _BOTTOM, _LEFT = 400, 34, 52, 56
-_NAME_HEIGHT, _CHARACTER, _LONGEST = 18, 6.6, 20
-
-
-@dataclass(frozen=True)
-class Style:
-    """How a cell looks in every picture."""
-
-    colour: str
-    symbol: str
-    dash: str
-
-
-def styles(cells: pd.DataFrame) -> dict[str, Style]:
-    """A style for every cell of [cell, stack]: colour and symbol by stack, dash by the cell within its stack."""
-    symbols, dashes = list(SYMBOLS), list(DASHES)
-    found = {}
-    for number, (_, own) in enumerate(cells.drop_duplicates("cell").groupby("stack", sort=True)):
-        for i, cell in enumerate(sorted(own["cell"])):
-            found[cell] = Style(COLOURS[number % len(COLOURS)], symbols[number % len(symbols)], dashes[i % len(dashes)])
-    return found
-
-
-def swatch(style: Style) -> str:
-    """The style as a small SVG, its line under its symbol: the legend."""
-    return (
-        '<svg class="swatch" viewBox="-15 -8 30 16" width="30" height="16" aria-hidden="true">'
-        f'<path d="M-15 0H15" stroke="{style.colour}" stroke-width="2" stroke-dasharray="{DASHES[style.dash]}"/>'
-        f'<path d="{SYMBOLS[style.symbol]}" fill="{style.colour}"/></svg>'
-    )
+_GREY = "#8a9099"
 
 
 def learning(bands: Mapping[str, pd.DataFrame], name: str, styles: Mapping[str, Style]) -> go.Figure:
@@ -77,86 +27,152 @@ def learning(bands: Mapping[str, pd.DataFrame], name: str, styles: Mapping[str, 
         bands: cell -> `statistics.band` of the metric `name`.
     """
     bands = {cell: band for cell, band in bands.items() if len(band)}
-    figure = _figure("training tokens", _axis_title(name), bands)
+    figure = canvas.frame("training tokens", canvas.axis_title(name), bands)
     last = max((band["tokens"].iloc[-1] for band in bands.values()), default=1)
-    _ranges(figure, (0, last * 1.04), name, [value for band in bands.values() for value in band["mean"]])
+    canvas.ranges(figure, (0, last * 1.04), name, [value for band in bands.values() for value in band["mean"]])
     for cell, band in bands.items():
-        _area(figure, cell, band[band["half"].notna()], styles[cell].colour)
+        canvas.area(figure, cell, band[band["half"].notna()], styles[cell].colour)
     for cell, band in bands.items():
         # Few points are measurements to be seen; many are a line.
         figure.add_scatter(
             x=band["tokens"],
             y=band["mean"],
             mode="lines+markers" if len(band) <= 12 else "lines",
-            **_look(styles[cell], cell, size=7),
-            hovertemplate=_hover(cell, name, "%{x:,} tokens"),
+            **canvas.look(styles[cell], cell, size=7),
+            hovertemplate=canvas.hover(cell, "%{x:,} tokens", f"{metric(name).title}: %{{y:.4g}}"),
         )
-    _names(figure, {cell: (band["tokens"].iloc[-1], band["mean"].iloc[-1]) for cell, band in bands.items()}, styles)
+    last = {cell: (band["tokens"].iloc[-1], band["mean"].iloc[-1]) for cell, band in bands.items()}
+    canvas.names(figure, last, styles)
     return figure
 
 
-def difficulty(
+def along(
     found: Mapping[str, Mapping[int, Interval]],
     trained: Sequence[int],
+    name: str,
+    titles: tuple[str, str],
     styles: Mapping[str, Style],
-    what: str = "key-value pairs to remember",
 ) -> go.Figure:
-    """Accuracy against the difficulty; difficulties that were never trained are shaded.
+    """Quality against a number, such as pairs to remember or tokens of a row; numbers never trained are shaded.
 
     Args:
-        found: cell -> difficulty -> accuracy over seeds.
-        trained: difficulties in training; empty where unknown, then nothing is shaded.
-        what: is counted by a difficulty.
+        found: cell -> number -> quality over seeds.
+        trained: the numbers in training; empty where unknown, then nothing is shaded.
+        name: a metric of the same kind as the quality.
+        titles: what is counted by the numbers, and the quality: "key-value pairs to remember", "test accuracy".
     """
-    found = {cell: {kv: i for kv, i in row.items() if i.n} for cell, row in found.items()}
+    found = {cell: {at: i for at, i in row.items() if i.n} for cell, row in found.items()}
     found = {cell: row for cell, row in found.items() if row}
-    pairs = sorted({kv for row in found.values() for kv in row})
-    name = f"eval/kv{pairs[-1]}/accuracy" if pairs else "val/accuracy"
-    figure = _figure(what, "test accuracy, higher is better", found)
-    ends = (math.log10(pairs[0]) - 0.1, math.log10(pairs[-1]) + 0.16) if pairs else (0, 1)
-    _ranges(figure, ends, name, [i.mean for row in found.values() for i in row.values()])
-    figure.update_xaxes(type="log", tickvals=pairs, ticktext=[str(kv) for kv in pairs])
-    if pairs and trained:
-        _shade(figure, pairs, trained)
-    # Side by side, so that cells of equal accuracy do not hide each other.
+    numbers = sorted({at for row in found.values() for at in row})
+    figure = canvas.frame(titles[0], canvas.axis_title(name, titles[1]), found)
+    if not numbers:
+        return figure
+    ends = (math.log10(numbers[0]) - 0.1, math.log10(numbers[-1]) + 0.16)
+    canvas.close_ranges(figure, ends, name, [i for row in found.values() for i in row.values()])
+    shown = numbers[:: math.ceil(len(numbers) / 8)]
+    figure.update_xaxes(type="log", tickvals=shown, ticktext=[f"{at:,}" for at in shown])
+    if trained:
+        _shade(figure, numbers, trained)
+    # Side by side, so that cells of equal quality do not hide each other.
     shifts = dict(zip(found, np.linspace(-0.035, 0.035, max(len(found), 2)), strict=False))
     for cell, row in found.items():
         figure.add_scatter(
-            x=[kv * 10 ** shifts[cell] for kv in row],
+            x=[at * 10 ** shifts[cell] for at in row],
             y=[i.mean for i in row.values()],
-            error_y=_bars(list(row.values())),
+            error_y=canvas.bars(list(row.values())),
             mode="lines+markers",
-            **_look(styles[cell], cell),
+            **canvas.look(styles[cell], cell),
             customdata=list(row),
-            hovertemplate=_hover(cell, name, f"%{{customdata}} {what}"),
+            hovertemplate=canvas.hover(cell, f"%{{customdata:,}} {titles[0]}", f"{titles[1]}: %{{y:.4g}}"),
         )
-    _names(figure, {cell: (max(row) * 10 ** shifts[cell], row[max(row)].mean) for cell, row in found.items()}, styles)
+    last = {cell: (max(row) * 10 ** shifts[cell], row[max(row)].mean) for cell, row in found.items()}
+    canvas.names(figure, last, styles)
     return figure
 
 
 def tradeoff(
-    points: Mapping[str, tuple[float, Interval]], cost: str, name: str, styles: Mapping[str, Style]
+    points: Mapping[str, tuple[float, Interval]],
+    cost: str,
+    name: str,
+    styles: Mapping[str, Style],
+    standings: Mapping[str, Standing] | None = None,
 ) -> go.Figure:
     """Quality against a cost, one point a cell.
 
     Args:
         points: cell -> (its `cost`, its quality `name` over seeds).
+        standings: cell -> its place by the Pareto front, which is drawn then; None: no front.
     """
     points = {cell: (x, i) for cell, (x, i) in points.items() if i.n and x > 0}
-    figure = _figure(metric(cost).title, _axis_title(name), points)
-    ends = _cost_axis(figure, cost, [x for x, _ in points.values()])
-    _ranges(figure, ends, name, [i.mean for _, i in points.values()])
+    standings = standings or {}
+    figure = canvas.frame(metric(cost).title, canvas.axis_title(name), points)
+    ends = canvas.cost_axis(figure, cost, [x for x, _ in points.values()])
+    canvas.close_ranges(figure, ends, name, [i for _, i in points.values()])
+    _front(figure, [(x, i.mean) for cell, (x, i) in points.items() if standings.get(cell) is Standing.FRONT], ends)
     for cell, (x, i) in points.items():
+        standing = standings.get(cell, Standing.FRONT)
         figure.add_scatter(
             x=[x],
             y=[i.mean],
-            error_y=_bars([i]),
+            error_y=canvas.bars([i]),
             mode="markers",
-            **_look(styles[cell], cell, size=12),
+            **_stand(canvas.look(styles[cell], cell, size=12), standing),
             customdata=[format_value(cost, x)],
-            hovertemplate=_hover(cell, name, "%{customdata}"),
+            hovertemplate=canvas.hover(
+                cell, f"{metric(name).title}: %{{y:.4g}}", "%{customdata}", *([standing.value] if standings else [])
+            ),
         )
-    _names(figure, {cell: (x, i.mean) for cell, (x, i) in points.items()}, styles)
+    canvas.names(figure, {cell: (x, i.mean) for cell, (x, i) in points.items()}, styles)
+    return figure
+
+
+def _stand(look: dict[str, Any], standing: Standing) -> dict[str, Any]:
+    """The looks of a point by its place: hollow behind the front, grey where it is dominated."""
+    marker = dict(look["marker"])
+    if standing is Standing.BEHIND:
+        marker |= {"symbol": marker["symbol"] + "-open", "line": {"width": 2}}
+    if standing is Standing.DOMINATED:
+        marker |= {"color": _GREY, "opacity": 0.6}
+    return look | {"marker": marker}
+
+
+def _front(figure: go.Figure, points: Sequence[tuple[float, float]], ends: tuple[float, float]) -> None:
+    """The best quality at each cost or less, as steps up to the right edge."""
+    if points:
+        costs, quality = zip(*sorted(points), strict=True)
+        line = {"color": _GREY, "width": 1.5, "shape": "hv", "dash": "dot"}
+        steps = {"x": [*costs, 10 ** ends[1]], "y": [*quality, quality[-1]]}
+        figure.add_scatter(**steps, mode="lines", line=line, hoverinfo="skip")
+
+
+def ranking(
+    best: str,
+    differences: Mapping[str, tuple[float, float]],
+    unclear: Collection[str],
+    name: str,
+    styles: Mapping[str, Style],
+) -> go.Figure:
+    """How far every cell is from the best, paired by seed; hollow where the two cannot be told apart.
+
+    Args:
+        differences: cell -> (its mean difference to the best, half its interval), best first, without the best.
+        unclear: the cells that cannot be told apart from the best.
+    """
+    about = metric(name)
+    unit = f" ({about.unit})" if about.unit else ""
+    figure = canvas.frame(f"difference{unit}", f"{about.title}: difference to {canvas.brief(best)}", {})
+    canvas.row_labels(figure, [best, *differences])
+    figure.update_xaxes(zeroline=True, showgrid=True)
+    for row, (cell, (mean, half)) in enumerate(({best: (0.0, math.nan)} | dict(differences)).items()):
+        look = canvas.look(styles[cell], cell, size=11)
+        figure.add_scatter(
+            x=[mean],
+            y=[row],
+            error_x=canvas.bars([Interval(mean, half, 2)]),
+            mode="markers",
+            **(_stand(look, Standing.BEHIND) if cell in unclear else look),
+            hovertemplate=canvas.hover(cell, "%{x:+.4g}" + ("" if math.isnan(half) else f" ± {half:.2g}")),
+        )
     return figure
 
 
@@ -168,7 +184,7 @@ def growth(points: Mapping[str, pd.DataFrame], title: str, name: str, styles: Ma
         title: of the measured values, with their unit.
         name: a metric of the same unit, to spell values.
     """
-    figure = _figure("tokens of a sequence", title, points)
+    figure = canvas.frame("tokens of a sequence", title, points)
     if not points:
         return figure
     # Only the slopes compare: the units differ.
@@ -177,104 +193,21 @@ def growth(points: Mapping[str, pd.DataFrame], title: str, name: str, styles: Ma
     }
     lengths = sorted({length for own in points.values() for length in own["length"]})
     seen = pd.concat([*(own["measured"] for own in points.values()), *counted.values()]).dropna()
-    ends, ticks = _decades(list(seen))
+    ends, ticks = canvas.decades(list(seen))
     figure.update_xaxes(type="log", tickvals=lengths, ticktext=[f"{length:,}" for length in lengths])
     figure.update_xaxes(range=(math.log10(lengths[0]) - 0.05, math.log10(lengths[-1]) + 0.12))
     # The title says ms already; bytes need their prefix.
     texts = [format_value(name, tick).removesuffix(" ms") for tick in ticks]
     figure.update_yaxes(type="log", range=ends, tickvals=ticks, ticktext=texts)
     for cell, own in points.items():
-        look = _look(styles[cell], cell)
-        hover = f"<b>{_escape(cell)}</b><br>%{{x:,}} tokens: %{{y:.4g}}<extra></extra>"
+        look = canvas.look(styles[cell], cell)
+        hover = canvas.hover(cell, "%{x:,} tokens: %{y:.4g}")
         figure.add_scatter(x=own["length"], y=own["measured"], mode="lines+markers", **look, hovertemplate=hover)
         dotted = {"mode": "lines", "line": {"color": styles[cell].colour, "dash": "dot"}, "hoverinfo": "skip"}
         figure.add_scatter(x=own["length"], y=counted[cell], legendgroup=cell, **dotted)
     last = {cell: (own["length"].iloc[-1], own["measured"].iloc[-1]) for cell, own in points.items()}
-    _names(figure, last, styles)
+    canvas.names(figure, last, styles)
     return figure
-
-
-def _axis_title(name: str) -> str:
-    """ "validation loss (nats a token), lower is better" """
-    about = metric(name)
-    unit, goal = f" ({about.unit})" if about.unit else "", f", {about.better} is better" if about.better else ""
-    return about.title + unit + goal
-
-
-def _figure(x_title: str, y_title: str, cells: Mapping[str, object]) -> go.Figure:
-    """An empty picture with room for the names at the right."""
-    longest = max((len(_brief(cell)) for cell in cells), default=0) if len(cells) <= MOST_NAMES else 0
-    figure = go.Figure()
-    figure.update_layout(
-        template="none",
-        height=_HEIGHT,
-        showlegend=False,
-        dragmode=False,
-        hovermode="closest",
-        margin={"l": _LEFT, "t": _TOP, "b": _BOTTOM, "r": 14 + _CHARACTER * longest},
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)",
-        font={"family": "system-ui, sans-serif", "size": 12},
-    )
-    figure.update_xaxes(
-        title={"text": x_title, "standoff": 8},
-        showgrid=False,
-        showline=True,
-        ticks="outside",
-        ticklen=4,
-        zeroline=False,
-    )
-    figure.update_yaxes(showgrid=True, zeroline=False, showline=False)
-    # Above the axis and level, where a phone has room for it.
-    place = {"xref": "paper", "yref": "paper", "x": 0, "y": 1, "xshift": 8 - _LEFT, "yshift": 24, "xanchor": "left"}
-    figure.add_annotation(text=_escape(y_title), showarrow=False, **place)
-    return figure
-
-
-def _ranges(figure: go.Figure, x: tuple[float, float], name: str, means: Sequence[float]) -> None:
-    """Fix the ranges: accuracy from 0 to 1, so that pictures compare; anything else from 0 to its largest mean."""
-    top = 1.0 if name.endswith("accuracy") else max(means, default=0.0) or 1.0
-    figure.update_xaxes(range=x)
-    figure.update_yaxes(range=(-0.03 * top, 1.05 * top))
-
-
-def _area(figure: go.Figure, cell: str, band: pd.DataFrame, colour: str) -> None:
-    """The interval around a mean curve; nothing where there is none."""
-    if len(band):
-        upper, lower = band["mean"] + band["half"], band["mean"] - band["half"]
-        figure.add_scatter(
-            x=[*band["tokens"], *band["tokens"][::-1]],
-            y=[*upper, *lower[::-1]],
-            mode="lines",
-            line_width=0,
-            fill="toself",
-            fillcolor=colour,
-            opacity=0.18,
-            hoverinfo="skip",
-            legendgroup=cell,
-        )
-
-
-def _cost_axis(figure: go.Figure, cost: str, values: Sequence[float]) -> tuple[float, float]:
-    """A logarithmic axis with round ticks, spelled like in the tables; its range, in decades."""
-    if not values:
-        return (0, 1)
-    ends, ticks = _decades(values)
-    figure.update_xaxes(type="log", tickvals=ticks, ticktext=[format_value(cost, tick) for tick in ticks])
-    return ends
-
-
-def _decades(values: Sequence[float]) -> tuple[tuple[float, float], list[float]]:
-    """The range of a logarithmic axis, in decades, and its round ticks."""
-    low, high = min(values) / 1.25, max(values) * 1.25
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    scales = [
-        [digit * 10.0**i for i in powers for digit in digits] for digits in ((1,), (1, 2, 5), (1, 2, 3, 4, 5, 6, 8))
-    ]
-    # The coarsest scale with three ticks; four fit on a phone.
-    choices = [[tick for tick in ticks if low <= tick <= high] for ticks in scales]
-    ticks = next((inside for inside in choices if len(inside) > 2), choices[-1] or [values[0]])
-    return (math.log10(low), math.log10(high)), ticks[:: math.ceil(len(ticks) / 4)]
 
 
 def _shade(figure: go.Figure, pairs: Sequence[int], trained: Sequence[int]) -> None:
@@ -286,86 +219,5 @@ def _shade(figure: go.Figure, pairs: Sequence[int], trained: Sequence[int]) -> N
             left, right = edges[indices[0]], edges[indices[-1] + 1]
             figure.add_vrect(x0=left, x1=right, fillcolor="#808080", opacity=0.14, line_width=0, layer="below")
             middle = (math.log10(left) + math.log10(right)) / 2
-            figure.add_annotation(
-                text="never<br>trained", x=middle, y=0.55, yref="paper", showarrow=False, font_size=11
-            )
-
-
-def _look(style: Style, cell: str, size: int = 9) -> dict[str, Any]:
-    """Colour, symbol and dash of a trace; traces of one cell are hidden and shown together."""
-    return {
-        "line": {"color": style.colour, "dash": style.dash, "width": 2},
-        "marker": {"color": style.colour, "symbol": style.symbol, "size": size},
-        "name": cell,
-        "legendgroup": cell,
-        "cliponaxis": False,
-    }
-
-
-def _bars(intervals: Sequence[Interval]) -> dict[str, Any]:
-    return {"array": [0 if math.isnan(i.half) else i.half for i in intervals], "thickness": 1.2, "width": 3}
-
-
-def _hover(cell: str, name: str, at: str) -> str:
-    return f"<b>{_escape(cell)}</b><br>{at}<br>{_escape(metric(name).title)}: %{{y:.4g}}<extra></extra>"
-
-
-def _escape(text: str) -> str:
-    """Plotly reads some HTML in texts."""
-    return text.replace("&", "&amp;").replace("<", "&lt;")
-
-
-def _brief(cell: str) -> str:
-    """A long name without its middle: cells of one stack differ at the end."""
-    return cell if len(cell) <= _LONGEST else f"{cell[: _LONGEST // 2 - 1]}…{cell[-_LONGEST // 2 :]}"
-
-
-def _names(figure: go.Figure, ends: Mapping[str, tuple[float, float]], styles: Mapping[str, Style]) -> None:
-    """Every cell's name at the right edge, moved apart vertically, with a thin line from its last point."""
-    if len(ends) > MOST_NAMES:
-        return
-    low, high = figure.layout.yaxis.range
-    edge = figure.layout.xaxis.range[1]
-    edge = 10**edge if figure.layout.xaxis.type == "log" else edge
-    # A range is in decades where the axis is logarithmic.
-    logarithmic = figure.layout.yaxis.type == "log"
-    pixel = (high - low) / (_HEIGHT - _TOP - _BOTTOM)
-    wanted = [min(max(math.log10(y) if logarithmic else y, low), high) / pixel for _, y in ends.values()]
-    heights = _apart(wanted, low / pixel + _NAME_HEIGHT / 2, high / pixel, _NAME_HEIGHT)
-    for (cell, (x, y)), height in zip(ends.items(), heights, strict=True):
-        label = 10 ** (height * pixel) if logarithmic else height * pixel
-        figure.add_scatter(
-            x=[x, edge],
-            y=[y, label],
-            mode="lines",
-            line={"color": styles[cell].colour, "width": 1},
-            opacity=0.6,
-            hoverinfo="skip",
-            legendgroup=cell,
-            cliponaxis=False,
-        )
-        figure.add_scatter(
-            x=[edge],
-            y=[label],
-            mode="text",
-            text=[_escape(_brief(cell))],
-            textposition="middle right",
-            hoverinfo="skip",
-            legendgroup=cell,
-            cliponaxis=False,
-        )
-
-
-def _apart(wanted: Sequence[float], low: float, high: float, gap: float) -> list[float]:
-    """Heights near the wanted ones, in their order, at least `gap` apart and within low .. high where there is room."""
-    order = sorted(range(len(wanted)), key=lambda i: wanted[i])
-    placed = [0.0] * len(wanted)
-    floor = low
-    for i in order:
-        placed[i] = max(wanted[i], floor)
-        floor = placed[i] + gap
-    ceiling = high
-    for i in reversed(order):
-        placed[i] = min(placed[i], ceiling)
-        ceiling = placed[i] - gap
-    return placed
+            place = {"x": middle, "y": 1, "yref": "paper", "yanchor": "bottom"}
+            figure.add_annotation(text="never trained", showarrow=False, font_size=11, **place)

@@ -9,21 +9,23 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import pandas as pd
-import plotly.graph_objects as go
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from analysis import plots, tables
+from analysis import canvas, tables
 from analysis.comparison import CATCH_UP, LAST, MARGIN, RESOLUTION, Comparison, by_task
+from analysis.pictures import Picture, figures, pictures, styles
 from analysis.runs import Records, load, select
 from analysis.statistics import LEVEL
 from experiments.metrics import metric
+
+__all__ = ["build", "figures", "headline", "main"]
 
 # Of runs that are not counted, in a terminal.
 MOST_LINES = 12
@@ -113,24 +115,29 @@ def _left(about: Comparison) -> list[dict[str, str]]:
 
 def _part(about: Comparison, number: int) -> dict[str, Any]:
     """What the template says about the runs of one task."""
-    runs = about.counted.runs
-    styles = plots.styles(runs.assign(stack=runs["stack"].fillna(runs["layout"]).map(str)))
+    looks = styles(about)
     common, differing = tables.settings(about.records)
     return {
         "about": about,
         "stacks": sorted(set(about.records.runs["stack"].dropna().map(str))),
         "options": _task_options(about.records),
-        "swatches": {cell: Markup(plots.swatch(styles[cell])) for cell in about.cells},
+        "swatches": {cell: Markup(canvas.swatch(looks[cell])) for cell in about.cells},
         "columns": [_column(name) for name in [*about.quality, *about.costs]],
         "rows": [_row(about, cell) for cell in about.cells],
         "left": _left(about),
-        "pictures": _pictures(about, styles, number),
+        "pictures": [_picture(picture, f"picture-{number}-{picture.slug}") for picture in pictures(about)],
         "common": common.to_dict("records"),
         "differing": {
             "names": list(differing),
             "rows": [(cell, *map(str, row)) for cell, *row in differing.itertuples()],
         },
     }
+
+
+def _picture(picture: Picture, place: str) -> dict[str, Any]:
+    """Plotly's JSON escapes what could end a script element."""
+    height = picture.figure.layout.height
+    return {"id": place, "about": picture, "height": height, "json": Markup(picture.figure.to_json())}
 
 
 def _column(name: str) -> dict[str, str]:
@@ -159,52 +166,6 @@ def _task_options(records: Records) -> list[tuple[str, str]]:
     given = [name for name in records.params if name.startswith("task.") and name != "task.name"]
     found = [(name.removeprefix("task."), sorted(set(records.runs[name].dropna().map(str)))) for name in given]
     return [(option, " or ".join(values)) for option, values in found if values]
-
-
-def _pictures(about: Comparison, styles: Mapping[str, plots.Style], number: int) -> list[dict[str, Any]]:
-    """The pictures that there are numbers for: id, title, caption, the figure as JSON."""
-    found = [*_difficulty(about, styles), *_learning(about, styles), *_tradeoffs(about, styles)]
-    # Plotly's JSON escapes what could end a script element.
-    return [
-        {"id": f"picture-{number}-{i}", "title": title, "caption": caption, "json": Markup(figure.to_json())}
-        for i, (title, caption, figure) in enumerate(found)
-    ]
-
-
-# Title, caption, figure.
-Picture = tuple[str, str, go.Figure]
-
-
-def _difficulty(about: Comparison, styles: Mapping[str, plots.Style]) -> Iterable[Picture]:
-    if len(tables.difficulties(about.counted.metrics)) > 1:
-        what = tables.AXES[tables.axis(about.counted.metrics)]
-        caption = (
-            f"Test accuracy against {what}; bars are {LEVEL:.0%} intervals over seeds. "
-            "Points of one difficulty stand side by side only to be seen."
-        )
-        figure = plots.difficulty(tables.by_difficulty(about.counted), tables.trained(about.records), styles, what)
-        yield "Accuracy by difficulty", caption, figure
-
-
-def _learning(about: Comparison, styles: Mapping[str, plots.Style]) -> Iterable[Picture]:
-    for name, bands in about.curves.items():
-        caption = f"Mean over seeds; the band is its {LEVEL:.0%} interval."
-        yield f"{_capital(metric(name).title)} over training", caption, plots.learning(bands, name, styles)
-
-
-def _tradeoffs(about: Comparison, styles: Mapping[str, plots.Style]) -> Iterable[Picture]:
-    drawn = ("complexity/flops_per_token_train", "complexity/state_bytes")
-    pairs = [(about.quality[0], cost) for cost in about.costs if cost.startswith(drawn) and about.quality]
-    for name, cost in [*pairs, *about.reads.items()]:
-        corner = "Lower" if metric(name).better == "lower" else "Upper"
-        caption = f"One point a cell; bars are {LEVEL:.0%} intervals over seeds. {corner} left is better and cheaper."
-        points = {cell: (about.summary.at[cell, cost].mean, about.summary.at[cell, name]) for cell in about.cells}
-        title = f"{_capital(metric(name).title)} against {metric(cost).title}"
-        yield title, caption, plots.tradeoff(points, cost, name, styles)
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -22,7 +22,7 @@ import pandas as pd
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from analysis import plots, tables
+from analysis import canvas, plots, tables
 from analysis.runs import FINISHED, Records, load, only
 from experiments.timing import SHARED_CORES
 
@@ -159,13 +159,13 @@ def build(records: Records, command: str) -> str:
     """
     known = cells(records)
     found = exponents(known)
-    styles = plots.styles(known.runs.assign(stack=known.runs["stack"].map(str)))
+    styles = canvas.styles(known.runs.assign(stack=known.runs["stack"].map(str)))
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         pictures=[_picture(known, quantity, styles) for quantity in QUANTITIES if points(known, quantity)],
-        swatches={cell: Markup(plots.swatch(style)) for cell, style in styles.items()},
+        swatches={cell: Markup(canvas.swatch(style)) for cell, style in styles.items()},
         exponents=rows(found), summary=summary(found), warnings=warnings(known), failed=list(_failed(records)),
         environment=tables.environment(records).to_dict("records"), command=command, agree=AGREE,
         plotly=Markup(get_plotlyjs()),

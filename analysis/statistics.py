@@ -50,39 +50,24 @@ def _half(values: np.ndarray, level: float) -> np.ndarray:
     return stats.t.ppf((1 + level) / 2, n - 1) * spread / math.sqrt(n)
 
 
-@dataclass(frozen=True)
-class Difference:
-    """left - right over the seeds that both have: its interval, and p of a two-sided paired t test; NaN where n < 2."""
-
-    mean: float
-    half: float
-    n: int
-    p: float
-
-
-def paired(left: pd.Series, right: pd.Series, *, resolution: float = 0.0, level: float = LEVEL) -> Difference:
-    """Compare two cells seed by seed.
+def paired(differences: np.ndarray, resolution: float = 0.0, level: float = LEVEL) -> pd.DataFrame:
+    """Two-sided paired t tests, one a column.
 
     Args:
-        left, right: one value a seed, indexed by seed.
+        differences: [seed, pair] of two cells' values; NaN where one of the two lacks the seed.
         resolution: the least standard deviation believed, in units of the values. Two or three seeds can agree by
             chance to the last digit, most of all near a bound such as accuracy 1: that would make a difference certain.
     Returns:
-        With a spread of 0, p is 1 where the cells are equal and 0 where they are not.
+        [mean, half, n, p], one row a pair: the mean difference, half its t interval, how many seeds, and p. Below two
+        seeds half and p are NaN; where nothing spreads, p is 1 for equal cells and 0 for others.
     """
-    if not left.index.equals(right.index):
-        left, right = left.align(right, join="inner")
-    difference = left.to_numpy(dtype=float) - right.to_numpy(dtype=float)
-    difference = difference[np.isfinite(difference)]
-    n = len(difference)
-    if n < 2:
-        return Difference(interval(difference).mean, math.nan, n, math.nan)
-    mean = float(difference.mean())
-    error = max(float(difference.std(ddof=1)), resolution) / math.sqrt(n)
-    half = float(stats.t.ppf((1 + level) / 2, n - 1)) * error
-    if error == 0:
-        return Difference(mean, half, n, 0.0 if mean else 1.0)
-    return Difference(mean, half, n, float(2 * stats.t.sf(abs(mean) / error, n - 1)))
+    known = pd.DataFrame(differences).where(np.isfinite(differences))
+    n, mean = known.count(), known.mean()
+    # Rounding would give equal values a spread of 1e-17.
+    spread = known.std().where(known.nunique() > 1, 0.0)
+    error = spread.clip(lower=resolution).where(n > 1) / np.sqrt(n)
+    p = pd.Series(2 * stats.t.sf(mean.abs() / error, n - 1)).mask((mean == 0) & (n > 1), 1.0)
+    return pd.DataFrame({"mean": mean, "half": stats.t.ppf((1 + level) / 2, n - 1) * error, "n": n, "p": p})
 
 
 def holm(p: Sequence[float] | np.ndarray) -> np.ndarray:
@@ -98,26 +83,28 @@ def holm(p: Sequence[float] | np.ndarray) -> np.ndarray:
     return adjusted
 
 
-def compare(values: pd.DataFrame, *, resolution: float = 0.0, level: float = LEVEL) -> pd.DataFrame:
+def compare(values: pd.DataFrame, *, resolution: float = 0.0, families: int = 1, level: float = LEVEL) -> pd.DataFrame:
     """Every pair of cells, tested as one family.
 
     Args:
         values: [cell, seed, value], one row a run; a cell has a seed once.
+        families: how many such families share what may be claimed by mistake: p is corrected for all of them.
     Returns:
         [left, right, mean, half, n, p, adjusted, apart], one row a pair: the mean is left - right; `apart` is true
-        where Holm's adjusted p is below 1 - level. Where it is false, nothing may be said about which is better.
+        where the adjusted p is below 1 - level. Where it is false, nothing may be said about which is better. The
+        intervals are each one's own, not adjusted.
     """
-    cells = values.pivot(index="seed", columns="cell", values="value")
     pairs = list(combinations(values["cell"].unique(), 2))
-    found = [paired(cells[left], cells[right], resolution=resolution, level=level) for left, right in pairs]
-    table = pd.DataFrame(
-        [(*pair, d.mean, d.half, d.n, d.p) for pair, d in zip(pairs, found, strict=True)], columns=_COMPARISON
-    )
-    table["adjusted"] = holm(table["p"].to_numpy())
-    return table.assign(apart=table["adjusted"] < 1 - level)
+    if not pairs:
+        return pd.DataFrame(columns=_COMPARISON)
+    cells = values.pivot(index="seed", columns="cell", values="value")
+    left, right = (list(side) for side in zip(*pairs, strict=True))
+    found = paired(cells[left].to_numpy(dtype=float) - cells[right].to_numpy(dtype=float), resolution, level)
+    adjusted = np.minimum(1, families * holm(found["p"].to_numpy()))
+    return found.assign(left=left, right=right, adjusted=adjusted, apart=adjusted < 1 - level)[_COMPARISON]
 
 
-_COMPARISON = ["left", "right", "mean", "half", "n", "p"]
+_COMPARISON = ["left", "right", "mean", "half", "n", "p", "adjusted", "apart"]
 
 
 def not_apart(comparison: pd.DataFrame) -> dict[str, list[str]]:

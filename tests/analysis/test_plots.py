@@ -6,12 +6,12 @@ import math
 import pandas as pd
 import pytest
 
-from analysis import plots
+from analysis import canvas, plots
 from analysis.statistics import Interval
 
 
 def looks(*cells):
-    return plots.styles(pd.DataFrame({"cell": cells, "stack": [cell.split(",")[0] for cell in cells]}))
+    return canvas.styles(pd.DataFrame({"cell": cells, "stack": [cell.split(",")[0] for cell in cells]}))
 
 
 def band(*means):
@@ -25,6 +25,10 @@ def names(figure):
 def lines(figure):
     """The traces that carry data: those with a name."""
     return {trace.name: trace for trace in figure.data if trace.name}
+
+
+def along(found, trained, name="val/accuracy"):
+    return plots.along(found, trained, name, ("pairs", "test accuracy"), looks(*found) if found else {})
 
 
 def shaded(figure):
@@ -53,7 +57,7 @@ def relative_luminance(colour):
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-@pytest.mark.parametrize("colour", plots.COLOURS)
+@pytest.mark.parametrize("colour", canvas.COLOURS)
 @pytest.mark.parametrize("page", ["#ffffff", "#15181c"])
 def test_colours_stand_out_from_a_light_and_a_dark_page(colour, page):
     low, high = sorted([relative_luminance(colour), relative_luminance(page)])
@@ -81,17 +85,17 @@ def test_accuracy_always_goes_from_zero_to_one_and_a_loss_to_its_highest_mean():
 
 def test_difficulties_that_were_never_trained_are_shaded():
     row = {kv: Interval(0.5, 0.1, 3) for kv in (4, 8, 16, 32)}
-    figure = plots.difficulty({"mha": row}, [4, 8, 16], looks("mha"))
+    figure = along({"mha": row}, [4, 8, 16])
     ((left, right),) = shaded(figure)
     assert 16 < left < 32 < right
     assert list(figure.layout.xaxis.tickvals) == [4, 8, 16, 32]
-    assert shaded(plots.difficulty({"mha": row}, [], looks("mha"))) == []
-    assert len(shaded(plots.difficulty({"mha": row}, [8, 16], looks("mha")))) == 2
+    assert shaded(along({"mha": row}, [])) == []
+    assert len(shaded(along({"mha": row}, [8, 16]))) == 2
 
 
 def test_cells_of_equal_accuracy_stand_side_by_side():
     row = {kv: Interval(1.0, 0.0, 3) for kv in (4, 8)}
-    found = lines(plots.difficulty({"a": row, "b": row}, [4, 8], looks("a", "b")))
+    found = lines(along({"a": row, "b": row}, [4, 8]))
     assert list(found["a"].x) != list(found["b"].x)
     assert all(4 / 1.1 < trace.x[0] < 4 * 1.1 for trace in found.values())
 
@@ -117,13 +121,13 @@ def test_a_cost_axis_has_one_to_four_ticks(values, cost):
 
 def test_pictures_without_anything_to_draw_are_empty_not_broken():
     assert lines(plots.learning({}, "val/loss", {})) == {}
-    assert lines(plots.difficulty({}, [4], {})) == {}
+    assert lines(along({}, [4])) == {}
     assert lines(plots.tradeoff({}, "complexity/parameters", "val/accuracy", {})) == {}
 
 
 @pytest.mark.parametrize("best", [1.0, 0.5, 0.003])
 def test_names_of_equal_points_do_not_overlap_and_keep_their_order(best):
-    cells = [f"cell {i}" for i in range(plots.MOST_NAMES)]
+    cells = [f"cell {i}" for i in range(canvas.MOST_NAMES)]
     figure = plots.learning(
         {cell: band(0.1, best - i * 1e-4) for i, cell in enumerate(cells)}, "val/accuracy", looks(*cells)
     )
@@ -136,12 +140,12 @@ def test_names_of_equal_points_do_not_overlap_and_keep_their_order(best):
 
 
 def test_many_cells_are_drawn_without_names():
-    cells = [f"cell {i}" for i in range(plots.MOST_NAMES + 1)]
+    cells = [f"cell {i}" for i in range(canvas.MOST_NAMES + 1)]
     figure = plots.learning({cell: band(0.1, 0.9) for cell in cells}, "val/accuracy", looks(*cells))
     assert names(figure) == set() and set(lines(figure)) == set(cells)
 
 
 def test_a_swatch_shows_colour_and_dash():
     found = looks("mha, lr=1", "mha, lr=2")
-    svgs = {cell: plots.swatch(style) for cell, style in found.items()}
+    svgs = {cell: canvas.swatch(style) for cell, style in found.items()}
     assert all(found[cell].colour in svg for cell, svg in svgs.items()) and len(set(svgs.values())) == 2

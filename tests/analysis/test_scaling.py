@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from analysis import plots, scaling
+from analysis import canvas, plots, scaling
 from analysis.runs import load
 from analysis.scaling import AGREE, cells, exponent, exponents, points
 
@@ -129,7 +129,7 @@ def test_records_without_two_lengths_are_an_error(bench, tmp_path, capsys):
 def test_the_counted_line_has_the_counted_slope_and_the_measured_middle(bench):
     known = cells(load(bench(train=1.5)))
     shown = points(known, scaling.QUANTITIES[0])
-    figure = plots.growth(shown, "training step (CPU ms)", "measured/train_step_ms", plots.styles(known.runs))
+    figure = plots.growth(shown, "training step (CPU ms)", "measured/train_step_ms", canvas.styles(known.runs))
     measured, = (trace for trace in figure.data if trace.mode == "lines+markers")
     dotted, = (trace for trace in figure.data if trace.line.dash == "dot")
     assert list(measured.x) == list(LENGTHS) and measured.y == pytest.approx([1e-3 * n**1.5 for n in LENGTHS])
@@ -142,7 +142,7 @@ def test_names_on_a_logarithmic_axis_stand_by_their_points(bench):
     bench("mha", train=2.0)
     known = cells(load(bench("linear", train=1.0)))
     shown = points(known, scaling.QUANTITIES[0])
-    figure = plots.growth(shown, "ms", "measured/train_step_ms", plots.styles(known.runs))
+    figure = plots.growth(shown, "ms", "measured/train_step_ms", canvas.styles(known.runs))
     places = {trace.text[0]: trace.y[0] for trace in figure.data if trace.mode == "text"}
     low, high = (10**end for end in figure.layout.yaxis.range)
     assert low < places["linear"] < places["mha"] <= high

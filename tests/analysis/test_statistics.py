@@ -7,12 +7,22 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from analysis.statistics import band, compare, gain, holm, interval, not_apart, paired
+from analysis.statistics import band, compare, gain, holm, interval, not_apart
 
 
 def runs_of(**cells):
-    rows = [(cell, seed, value) for cell, values in cells.items() for seed, value in enumerate(values)]
+    return table(**{cell: dict(enumerate(values)) for cell, values in cells.items()})
+
+
+def table(**cells):
+    """One row a run of cell -> seed -> value."""
+    rows = [(cell, seed, value) for cell, values in cells.items() for seed, value in values.items()]
     return pd.DataFrame(rows, columns=["cell", "seed", "value"])
+
+
+def only(comparison):
+    (row,) = comparison.to_dict("records")
+    return row
 
 
 def curve(**runs):
@@ -44,25 +54,30 @@ def test_intervals_cover_the_truth_at_their_level(n, level):
     assert abs(covered - level) < 4 * math.sqrt(level * (1 - level) / trials)
 
 
-def test_paired_matches_scipy_and_takes_common_seeds_only():
-    left, right = pd.Series({0: 1.0, 1: 2.5, 2: 3.0, 7: 9.0}), pd.Series({2: 1.0, 1: 1.0, 0: 0.5, 8: 9.0})
-    found = paired(left, right)
+def test_paired_differences_match_scipy_and_take_common_seeds_only():
+    left, right = {0: 1.0, 1: 2.5, 2: 3.0, 7: 9.0}, {2: 1.0, 1: 1.0, 0: 0.5, 8: 9.0}
+    found = only(compare(table(left=left, right=right)))
     truth = stats.ttest_rel([1.0, 2.5, 3.0], [0.5, 1.0, 1.0])
-    assert (found.n, found.mean) == (3, pytest.approx(4 / 3)) and found.p == pytest.approx(truth.pvalue)
-    assert found.half == pytest.approx(truth.confidence_interval(0.95).high - found.mean)
+    assert (found["n"], found["mean"]) == (3, pytest.approx(4 / 3)) and found["p"] == pytest.approx(truth.pvalue)
+    assert found["half"] == pytest.approx(truth.confidence_interval(0.95).high - found["mean"])
 
 
-def test_pairs_of_less_than_two_seeds_are_not_tested():
-    assert math.isnan(paired(pd.Series({0: 1.0}), pd.Series({0: 0.0})).p)
-    assert math.isnan(paired(pd.Series({0: 1.0, 1: 2.0}), pd.Series({2: 0.0, 3: 1.0})).p)
+def test_pairs_of_less_than_two_common_seeds_are_not_tested():
+    one, none = compare(runs_of(a=[1.0], b=[0.0])), compare(table(a={0: 1.0, 1: 2.0}, b={2: 0.0, 3: 1.0}))
+    assert only(one)["mean"] == 1.0 and math.isnan(only(one)["half"]) and math.isnan(only(one)["p"])
+    assert only(none)["n"] == 0 and math.isnan(only(none)["mean"]) and not only(none)["apart"]
+    unknown = only(compare(runs_of(a=[1.0, math.nan, 2.0], b=[0.0, 1.0, math.inf])))
+    assert unknown["n"] == 1 and not unknown["apart"]
 
 
 def test_differences_without_spread_are_defined():
-    ones, zeros = pd.Series([1.0, 1.0, 1.0]), pd.Series([0.0, 0.0, 0.0])
-    assert paired(ones, ones).p == 1.0
-    assert paired(ones, zeros).p == 0.0
-    assert paired(ones, zeros, resolution=0.001).p < 1e-5
-    assert paired(ones, ones - 0.0002, resolution=0.001).p > 0.5
+    ones, near, zeros = [1.0, 1.0, 1.0], [0.9998, 0.9998, 0.9998], [0.0, 0.0, 0.0]
+    assert only(compare(runs_of(a=ones, b=ones)))["p"] == 1.0
+    exact = only(compare(runs_of(a=ones, b=zeros)))
+    assert exact["p"] == 0.0 and exact["half"] == 0.0 and exact["apart"]
+    assert only(compare(runs_of(a=ones, b=zeros), resolution=0.001))["p"] < 1e-5
+    assert only(compare(runs_of(a=ones, b=near), resolution=0.001))["p"] > 0.5
+    assert compare(runs_of(a=ones)).empty and compare(runs_of()).empty
 
 
 def test_holm_matches_a_hand_worked_case_and_leaves_out_what_was_not_tested():

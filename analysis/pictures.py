@@ -1,0 +1,138 @@
+"""Which pictures a comparison has: those that there are numbers for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import plotly.graph_objects as go
+
+from analysis import canvas, plots, tables
+from analysis.canvas import Style
+from analysis.comparison import Comparison, by_task
+from analysis.pareto import standings
+from analysis.runs import Records
+from analysis.statistics import LEVEL
+from experiments.metrics import metric
+
+# What a cell costs, in the order of the pictures.
+DRAWN_COSTS = (
+    "complexity/flops_per_token_train", "complexity/parameters", "complexity/state_bytes", "measured/decode_ms",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One picture with the words around it.
+
+    Attributes:
+        slug: its name in files and links, unlike that of any other picture of its comparison.
+    """
+
+    slug: str
+    title: str
+    caption: str
+    figure: go.Figure
+
+
+def figures(records: Records) -> dict[str, go.Figure]:
+    """The pictures of the report by slug, titled, for use outside it; with several tasks, slugs start with the task."""
+    found = {}
+    comparisons = by_task(records)
+    for about in comparisons:
+        start = f"{_slug(about.task)}-" if len(comparisons) > 1 else ""
+        for picture in pictures(about):
+            title = {"text": f"{picture.title} ({about.task})", "x": 0.01, "y": 0.98, "yanchor": "top"}
+            # Room for the title, which stands outside of the picture in the report.
+            top = picture.figure.layout.margin.t + 30
+            picture.figure.update_layout(title=title, height=picture.figure.layout.height + 30, margin_t=top)
+            found[start + picture.slug] = picture.figure
+    return found
+
+
+def pictures(about: Comparison) -> list[Picture]:
+    """All pictures of one task, the most telling first."""
+    looks = styles(about)
+    drawn = (_ranking, _difficulty, _tradeoffs, _learning)
+    return [picture for draw in drawn for picture in draw(about, looks)]
+
+
+def styles(about: Comparison) -> dict[str, Style]:
+    """The looks of every cell that is counted."""
+    runs = about.counted.runs
+    return canvas.styles(runs.assign(stack=runs["stack"].fillna(runs["layout"]).map(str)))
+
+
+def _ranking(about: Comparison, styles: Mapping[str, Style]) -> Iterator[Picture]:
+    found = about.to_best
+    if found.empty:
+        return
+    best, name = about.cells[0], about.quality[0]
+    caption = (
+        f"Mean difference to the best over common seeds, with its {LEVEL:.0%} t interval. Hollow: it cannot be told "
+        "apart from the best once all tests of this report are corrected for; an interval may then end short of 0."
+    )
+    differences = {row.cell: (row.mean, row.half) for row in found.itertuples()}
+    unclear = list(found.loc[~found["apart"].astype(bool), "cell"])
+    yield Picture("ranking", "How far from the best", caption, plots.ranking(best, differences, unclear, name, styles))
+
+
+def _difficulty(about: Comparison, styles: Mapping[str, Style]) -> Iterator[Picture]:
+    if len(tables.difficulties(about.counted.metrics)) > 1:
+        what = tables.AXES[tables.axis(about.counted.metrics)]
+        caption = (
+            f"Test accuracy against {what}; bars are {LEVEL:.0%} intervals over seeds. "
+            "Points of one difficulty stand side by side only to be seen."
+        )
+        found, trained = tables.by_difficulty(about.counted), tables.trained(about.records)
+        figure = plots.along(found, trained, "val/accuracy", (what, "test accuracy"), styles)
+        yield Picture("difficulty", "Accuracy by difficulty", caption, figure)
+
+
+def _learning(about: Comparison, styles: Mapping[str, Style]) -> Iterator[Picture]:
+    for name, bands in about.curves.items():
+        caption = f"Mean over seeds; the band is its {LEVEL:.0%} interval."
+        title = f"{_capital(metric(name).title)} over training"
+        yield Picture(f"learning-{_slug(name)}", title, caption, plots.learning(bands, name, styles))
+
+
+def _tradeoffs(about: Comparison, styles: Mapping[str, Style]) -> Iterator[Picture]:
+    """The deciding quality with its front against every cost; what is read, at its own length."""
+    if not about.quality:
+        return
+    best = about.quality[0]
+    for start in DRAWN_COSTS:
+        for cost in (cost for cost in about.costs if cost.startswith(start)):
+            # A cost that all cells share decides nothing.
+            if len({about.summary.at[cell, cost].mean for cell in about.cells}) > 1 or len(about.cells) == 1:
+                yield _tradeoff(about, best, cost, styles)
+    for name, cost in about.reads.items():
+        yield _tradeoff(about, name, cost, styles)
+
+
+def _tradeoff(about: Comparison, name: str, cost: str, styles: Mapping[str, Style]) -> Picture:
+    points = {cell: (about.summary.at[cell, cost].mean, about.summary.at[cell, name]) for cell in about.cells}
+    known = {cell: (x, i.mean) for cell, (x, i) in points.items() if i.n and x > 0}
+    better = metric(name).better
+    # Only the deciding quality is tested, so only there a cell can be dominated.
+    front = standings(known, better, about.same) if name == about.quality[0] and better else {}
+    corner = "Lower" if better == "lower" else "Upper"
+    caption = f"One point a cell; bars are {LEVEL:.0%} intervals over seeds. {corner} left is better and cheaper."
+    if front:
+        caption += (
+            " The dotted line is the Pareto front. Grey: a cell that costs no more is better, and told apart. "
+            "Hollow: behind the front, but not told apart from what is there."
+        )
+    title = f"{_capital(metric(name).title)} against {metric(cost).title}"
+    figure = plots.tradeoff(points, cost, name, styles, front)
+    return Picture(f"{_slug(name)}-against-{_slug(cost)}", title, caption, figure)
+
+
+def _slug(name: str) -> str:
+    """eval/kv16/accuracy -> eval-kv16-accuracy"""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
