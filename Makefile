@@ -45,20 +45,14 @@ venv:
 
 quickstart: $(INSTALLED)  ## train the quickstart grid, write the report, print the headline
 	@status=0; $(BIN)/python -m experiments.train -m +experiment=quickstart || status=$$?; \
-	$(BIN)/python -m analysis.report --sweep quickstart || exit $$?; \
+	$(BIN)/python -m analysis.report --sweep quickstart --no-mlflow || exit $$?; \
 	echo "Every run, curve and option in the browser: make ui"; exit $$status
 
 test: $(INSTALLED)  ## all tests (WHAT='-k mqar' or a path narrows them)
 	@$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal $(WHAT)
 
-ui: $(INSTALLED)  ## the MLflow UI on http://127.0.0.1:5000 (PORT=5001 for another)
-	@test -f runs/mlflow.db || { echo "No runs yet: make quickstart" >&2; exit 1; }
-	@$(BIN)/python -c 'from experiments.tracking import connect; \
-	  print("http://127.0.0.1:$(PORT)/#/experiments/" + connect("sqlite:///runs/mlflow.db")[1] \
-	  + "/runs?workflowType=machine_learning&compareRunsMode=CHART")'
-	@echo "It answers in about ten seconds; Ctrl-C ends it."
-	@PYTHONWARNINGS=ignore $(BIN)/python -m mlflow server --host 127.0.0.1 --port $(PORT) --workers 1 --uvicorn-opts "--log-level warning" \
-	  --backend-store-uri sqlite:///runs/mlflow.db
+ui: $(INSTALLED)  ## the newest comparison in MLflow, on http://127.0.0.1:5000 (PORT=5001 for another)
+	@$(BIN)/python -m experiments.ui port=$(PORT)
 
 # Tests of Triton kernels: they compile a lot, so they are dealt to several processes without needing pytest-xdist.
 GPU_TESTS = tests/gpu $(wildcard tests/kernels/test_*_triton.py) tests/kernels/test_attention_operators.py

@@ -18,7 +18,7 @@ import pandas as pd
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from analysis import canvas, tables
+from analysis import canvas, publish, tables
 from analysis.comparison import CATCH_UP, LAST, MARGIN, RESOLUTION, Comparison, by_task
 from analysis.pictures import Picture, figures, pictures, styles
 from analysis.runs import Records, load, select
@@ -176,9 +176,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs' records (default: runs)")
     parser.add_argument("--sweep", help="only the runs of this sweep (default: all runs)")
     parser.add_argument("--html", type=Path, help="the page to write (default: report.html in the folder of the runs)")
+    parser.add_argument("--no-mlflow", action="store_true", help="do not put the report of a sweep into MLflow")
     given = parser.parse_args(arguments)
+    page = given.html or given.runs / "report.html"
     try:
-        print(_write(given.runs, given.sweep, given.html or given.runs / "report.html"))
+        print(_write(given.runs, given.sweep, page))
+        if given.sweep is not None and not given.no_mlflow:
+            print(*publish.report(given.runs, given.sweep, page), sep="\n")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -54,12 +54,16 @@ def _start() -> None:
 def _links() -> list[str]:
     """Where the grid of this process is compared in MLflow; its views are brought up to what it got to."""
     options = Grid.options
-    uri = address(str(options.runs), options.mlflow)
-    if uri is None:
+    try:
+        uri = address(str(options.runs), options.mlflow)
+    except ValueError:
+        # Every run has said so.
         return []
+    found = [f"compare: {link}" for link in links(uri, options.sweep)] if uri else []
+    if not found or uri.startswith("http"):
+        return found
     runs = "" if options.runs == "runs" else f" {shlex.quote(f'runs={options.runs}')}"
-    served = [] if uri.startswith("http") else [f"... which this serves: python -m experiments.ui{runs}"]
-    return [*(f"compare: {link}" for link in links(uri, options.sweep)), *served]
+    return [*found, f"... which this serves: python -m experiments.ui{runs}"]
 
 
 def main() -> int:

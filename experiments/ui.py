@@ -38,10 +38,15 @@ def main() -> int:
     def work() -> None:
         nonlocal code
         uri, port = _options(words)
+        try:
+            found = newest(uri)
+        except Exception as error:
+            raise cli.UsageError(f"MLflow does not answer: {type(error).__name__}: {error}") from None
         if uri.startswith(("http://", "https://")):
-            _open(_print(uri, None))
+            _open(_print(found))
         else:
-            code = _serve(uri, port)
+            here = [(name, link.replace(f":{PORT}/", f":{port}/", 1)) for name, link in found]
+            code = _serve(uri, port, _print(here))
 
     return cli.run(work, "train") or code
 
@@ -68,17 +73,15 @@ def _options(words: list[str]) -> tuple[str, int]:
     return uri, int(port)
 
 
-def _print(uri: str, port: int | None) -> str:
+def _print(found: list[tuple[str, str]]) -> str:
     """Show the links and return the newest."""
-    found = [(name, link.replace(f":{PORT}/", f":{port}/", 1) if port else link) for name, link in newest(uri)]
     for name, link in [*found[: MOST_LINKS - 1], found[-1]] if len(found) > MOST_LINKS else found:
         print(f"{name}: {link}", flush=True)
     return found[0][1]
 
 
-def _serve(uri: str, port: int) -> int:
+def _serve(uri: str, port: int, link: str) -> int:
     """Run MLflow's server until it is ended."""
-    link = _print(uri, port)
     print("It answers in about ten seconds; Ctrl-C ends it.", flush=True)
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
                "--uvicorn-opts", "--log-level warning", "--backend-store-uri", uri]

@@ -72,11 +72,14 @@ def show(client: Any, experiment: str, sweep: str) -> list[str]:
 def links(uri: str, sweep: str | None = None) -> list[str]:
     """The links to the comparisons of a sweep, one a task; without views, or a sweep, to the charts of all its runs.
 
-    Raises:
-        Exception: whatever MLflow raises.
+    None where MLflow does not answer: that is said once.
     """
-    client, experiment = connect(uri)
-    found = show(client, experiment, sweep) if sweep else []
+    try:
+        client, experiment = connect(uri)
+        found = show(client, experiment, sweep) if sweep else []
+    except Exception as error:
+        warn_once(error)
+        return []
     if found:
         return [views.link(base(uri), experiment, view) for view in found]
     return [views.link(base(uri), experiment, search=search(sweep) if sweep else None)]
