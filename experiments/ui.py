@@ -20,6 +20,7 @@ import urllib.request
 import webbrowser
 
 from experiments import cli
+from experiments.signals import Terminated, on_terminate
 from experiments.tracking import address, exists, newest
 
 MOST_LINKS = 8
@@ -89,10 +90,10 @@ def _serve(uri: str, port: int, link: str) -> int:
     with subprocess.Popen(command, env=quiet | os.environ) as server:
         threading.Thread(target=_open_when_up, args=(link, port, server), daemon=True).start()
         try:
-            return server.wait()
-        except KeyboardInterrupt:
-            # The terminal has told the server too.
-            server.wait()
+            with on_terminate():
+                return server.wait()
+        except (KeyboardInterrupt, Terminated):
+            server.terminate()
             return 0
 
 

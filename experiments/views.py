@@ -98,9 +98,8 @@ def entry(name: str, state: Mapping[str, Any], created: int, now: int) -> str:
 
 def identity(sweep: str, task: str | None) -> str:
     """The id of a view, fit for a tag and for a link; different sweeps have different ones."""
-    whole = sweep if task is None else f"{sweep} {task}"
-    brief = re.sub("[^A-Za-z0-9]+", "-", whole).strip("-")[:40]
-    return f"{brief}-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
+    brief = re.sub("[^A-Za-z0-9]+", "-", f"{sweep} {task or ''}").strip("-")[:40]
+    return f"{brief}-{hashlib.sha256(json.dumps([sweep, task]).encode()).hexdigest()[:8]}"
 
 
 def link(base: str, experiment: str, view: str | None = None, search: str | None = None) -> str:
