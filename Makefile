@@ -17,7 +17,7 @@ BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install packages venv quickstart test ui gpu aot bench-step bench-cpu lint lock test-floor clean
+.PHONY: help install packages venv quickstart test look browser ui gpu aot bench-step bench-cpu lint lock test-floor clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -50,6 +50,25 @@ quickstart: $(INSTALLED)  ## train the quickstart grid, write the report, print 
 
 test: $(INSTALLED)  ## all tests (WHAT='-k mqar' or a path narrows them)
 	@$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal $(WHAT)
+
+# The stamp holds what was installed for, as above.
+LOOK = $(VENV)/.look
+$(LOOK): $(INSTALLED)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev,look]'
+	@cp $(INSTALLED) $@
+
+look: $(LOOK) browser  ## open the report and MLflow's comparison in a headless Chromium; screenshots in build/look
+	@$(BIN)/python -m pytest -s tests/look
+
+browser:
+	@for name in chromium chromium-browser google-chrome google-chrome-stable; do \
+	  command -v $$name >/dev/null 2>&1 && exit 0; done; \
+	if [ -n "$$BROWSER_PATH" ]; then exit 0; fi; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then \
+	  echo "Installing Debian's chromium."; \
+	  { apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends chromium; } \
+	    >$(VENV)/chromium.log 2>&1 || { tail -n 20 $(VENV)/chromium.log >&2; exit 1; }; \
+	else echo "make look needs Chromium or Chrome: apt-get install chromium, or BROWSER_PATH=/path/of/it" >&2; exit 1; fi
 
 ui: $(INSTALLED)  ## the newest comparison in MLflow, on http://127.0.0.1:5000 (PORT=5001 for another)
 	@$(BIN)/python -m experiments.ui port=$(PORT)
