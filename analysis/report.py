@@ -24,7 +24,7 @@ import jinja2
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from analysis import bench, canvas, export, sheets, tables
+from analysis import bench, canvas, export, publish, sheets, tables
 from analysis.canvas import Style
 from analysis.comparison import CATCH_UP, LAST, MARGIN, RESOLUTION, Comparison, by_task
 from analysis.pictures import Picture, figures, overview, pictures, styles
@@ -160,6 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--html", type=Path, help="the page to write (default: report.html in the folder of the runs)")
     parser.add_argument("--bench", type=Path, help="records of a benchmark (default: the newest in RUNS/bench)")
     parser.add_argument("--influence", action="store_true", help="load the models: which tokens do they depend on?")
+    parser.add_argument("--no-mlflow", action="store_true", help="do not put the report of a sweep into MLflow")
     given = parser.parse_args(arguments)
     try:
         said, missing = _make(given)
@@ -188,7 +189,10 @@ def _make(given: argparse.Namespace) -> tuple[str, str]:
     page.parent.mkdir(parents=True, exist_ok=True)
     command = _command(given, page, folder)
     page.write_text(build(records, command, measured, missing, given.influence), encoding="utf-8")
-    return "\n\n".join(filter(None, (headline(records), f"report: {page}"))), missing
+    places = [f"report: {page}"]
+    if given.sweep is not None and not missing and not given.no_mlflow:
+        places += publish.report(given.runs, given.sweep, page)
+    return "\n\n".join(filter(None, (headline(records), "\n".join(places)))), missing
 
 
 def _chosen(records: Records, given: argparse.Namespace) -> tuple[Records, str]:

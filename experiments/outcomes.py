@@ -40,9 +40,10 @@ class Grid(Callback):
     """The outcomes of a multirun, in a file of its folder: jobs may be other processes, on other machines."""
 
     folder: Path | None = None
+    options: DictConfig | None = None
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        Grid.folder = Path(config.hydra.sweep.dir)
+        Grid.folder, Grid.options = Path(config.hydra.sweep.dir), config
 
     @staticmethod
     def add(folder: Path, outcome: Outcome) -> None:

@@ -77,7 +77,8 @@ class Description:
 
     @property
     def name(self) -> str:
-        return f"{self.label} seed {self.params.get('seed')}"
+        told = [self.label, self.params.get("task"), "seed", self.params.get("seed")]
+        return " ".join(str(part) for part in told if part is not None)
 
 
 @dataclass(frozen=True)

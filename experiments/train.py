@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from experiments import cli, runs
 from experiments.outcomes import Grid, Outcome, table
 from experiments.signals import Terminated, on_terminate
+from experiments.tracking import address, links
 
 _alone: list[Outcome] = []
 _mistakes: list[runs.ConfigError] = []
@@ -50,6 +51,21 @@ def _start() -> None:
         raise _mistakes[0]
 
 
+def _links() -> list[str]:
+    """Where the grid of this process is compared in MLflow; its views are brought up to what it got to."""
+    options = Grid.options
+    try:
+        uri = address(str(options.runs), options.mlflow)
+    except ValueError:
+        # Every run has said so.
+        return []
+    found = [f"compare: {link}" for link in links(uri, options.sweep)] if uri else []
+    if not found or uri.startswith("http"):
+        return found
+    runs = "" if options.runs == "runs" else f" {shlex.quote(f'runs={options.runs}')}"
+    return [*found, f"... which this serves: python -m experiments.ui{runs}"]
+
+
 def main() -> int:
     """The exit code: 0; 1 where a run failed or diverged; 2 after a mistake; 130 after Ctrl-C, 143 after SIGTERM."""
     _alone.clear()
@@ -64,7 +80,7 @@ def main() -> int:
         code = 143
     outcomes = Grid.outcomes()
     if outcomes:
-        print(f"\n{table(outcomes)}", flush=True)
+        print("\n".join(["", table(outcomes), *_links()]), flush=True)
     ended = _alone if outcomes is None else outcomes
     return code or int(not all(outcome.good for outcome in ended))
 
