@@ -17,7 +17,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from experiments import config, tasks
+from experiments import config, launchers, tasks
 from mixers import registry
 from mixers.options import nearest
 
@@ -242,6 +242,7 @@ _PAGES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 def register(name: str) -> None:
     """Put into Hydra's store what comes from code: the stacks and mixers, and our page for `--help`."""
     config.register()
+    launchers.register()
     name = _config(name)
     # Made of the configs and the registry, so it cannot be out of date. Hydra fills in $names.
     node = {"app_name": name, "header": "", "footer": "", "template": help_page(name).replace("$", "$$")}

@@ -8,6 +8,7 @@ status, reason and traceback; the other runs of a grid go on.
 from __future__ import annotations
 
 import json
+import shlex
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from experiments import config, resume
 from experiments.environment import code, environment
 from experiments.outcomes import Outcome, headline
-from experiments.record import Description, lock, read_status
+from experiments.record import Description, lock, read_status, write_status
 from experiments.signals import Terminated
 from experiments.tracking import Tracker, address, catch_up, join_sweep
 from mixers import registry
@@ -192,6 +193,45 @@ def _refuse(tree: Mapping[str, Any], command: str, error: ValueError) -> Outcome
         where = ""
     print(f"{label} seed {seed}: FAILED: {reason}{where}", flush=True)
     return Outcome(label, str(task.get("name")), seed, "failed", reason, str(folder))
+
+
+def lost(tree: Mapping[str, Any], said: str, reason: str, *, overrides: Sequence[str] = ()) -> Outcome:
+    """The outcome of a run whose process ended without one; its record says so, unless that has its end already.
+
+    Args:
+        said: the command that repeats the run.
+    """
+    try:
+        plan = _plan(tree, overrides)
+        folder = Path(plan.settings.runs) / plan.key
+        with lock(folder) as free:
+            settled = _settled(plan, folder) if free else None
+            if settled is None and free:
+                _close(plan, folder, said, reason)
+    except ValueError as error:
+        return _refuse(tree, said, error)
+    if settled:
+        return settled
+    print(f"{_name(plan)}: FAILED: {reason} ({folder})", flush=True)
+    return _outcome(plan, folder, "failed", reason)
+
+
+def _close(plan: config.Plan, folder: Path, said: str, reason: str) -> None:
+    """Say in the record, and in MLflow, that the run has failed; what it has so far is kept, to go on from."""
+    status, uri = read_status(folder), _address(plan)
+    if status is None:
+        _tracker(plan, folder, said, None).finish("FAILED", reason)
+    elif status.status == "RUNNING":
+        write_status(folder, replace(status, status="FAILED", reason=reason, owner=None, behind=uri is not None))
+        if uri:
+            catch_up(folder, uri)
+
+
+def command(overrides: Sequence[str]) -> str:
+    """The command that repeats one run."""
+    # An experiment's file may ask for a grid.
+    single = ["hydra.mode=RUN"] if any(override.startswith("+experiment=") for override in overrides) else []
+    return shlex.join(["python", "-m", "experiments.train", *overrides, *single])
 
 
 def _possible_address(runs: str, wanted: Any) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from pathlib import Path
 
@@ -26,7 +25,7 @@ def _job(composed: DictConfig) -> None:
     alone = settings.mode != RunMode.MULTIRUN
     try:
         words = list(settings.overrides.task)
-        outcome = runs.execute(OmegaConf.to_container(composed), _command(words), alone=alone, overrides=words)
+        outcome = runs.execute(OmegaConf.to_container(composed), runs.command(words), alone=alone, overrides=words)
     except runs.ConfigError as error:
         # Hydra would print a line of its own above ours.
         _mistakes.append(error)
@@ -35,13 +34,6 @@ def _job(composed: DictConfig) -> None:
         _alone.append(outcome)
     else:
         Grid.add(Path(settings.sweep.dir), outcome)
-
-
-def _command(overrides: list[str]) -> str:
-    """The command that repeats one run."""
-    # An experiment's file may ask for a grid.
-    single = ["hydra.mode=RUN"] if any(override.startswith("+experiment=") for override in overrides) else []
-    return shlex.join(["python", "-m", "experiments.train", *overrides, *single])
 
 
 def _start() -> None:
