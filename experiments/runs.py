@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments import config, resume
+from experiments import config, ranks, resume
 from experiments.environment import code, environment
 from experiments.outcomes import Outcome, headline
 from experiments.record import Description, lock, read_status, write_status
@@ -31,8 +31,10 @@ class ConfigError(ValueError):
     """Something is wrong in the options; the message is for the user."""
 
 
-def execute(tree: Mapping[str, Any], command: str, *, alone: bool, overrides: Sequence[str] = ()) -> Outcome:
+def execute(tree: Mapping[str, Any], command: str, *, alone: bool, overrides: Sequence[str] = ()) -> Outcome | None:
     """Run one composed config, in plain containers. Whatever happens in the run ends in its outcome.
+
+    Of the processes that torchrun or srun has started for one run, only the first has an outcome.
 
     Args:
         command: repeats this run.
@@ -41,8 +43,26 @@ def execute(tree: Mapping[str, Any], command: str, *, alone: bool, overrides: Se
     Raises:
         ConfigError: wrong options of a run alone, or a runs folder that cannot be written.
     """
+    place = ranks.started() if _several(tree) else None
+    if place and place.rank:
+        return ranks.follow(place)
+    with ranks.leading(place):
+        return _lead(tree, command, alone, overrides, place)
+
+
+def _several(tree: Mapping[str, Any]) -> bool:
+    """Is the run for several processes? Its options may be of any type."""
+    trainer = tree.get("trainer")
+    return isinstance(trainer, Mapping) and trainer.get("strategy", "single") != "single"
+
+
+def _lead(
+    tree: Mapping[str, Any], command: str, alone: bool, overrides: Sequence[str], place: ranks.Place | None
+) -> Outcome:
     try:
-        return _locked(_plan(tree, overrides), command)
+        plan = _plan(tree, overrides)
+        ranks.check(plan.trainer, place)
+        return _locked(plan, command)
     except ValueError as error:
         wrong = error
     except OSError as error:
@@ -126,9 +146,11 @@ def _run(plan: config.Plan, folder: Path, command: str) -> Outcome:
         # Lightning takes seconds to import: `--help` and skipped runs do without.
         from experiments import module
 
-        print(f"{_name(plan)}: {_opening(plan, start)}", flush=True)
+        name = _name(plan)
+        print(f"{name}: {_opening(plan, start)}", flush=True)
         try:
-            values = module.train(plan, tracker, lambda line: print(f"{_name(plan)}: {line}", flush=True), start)
+            with ranks.led(plan, start and start.path, folder) as group:
+                values = module.train(plan, tracker, lambda line: print(f"{name}: {line}", flush=True), start, group)
         except module.Diverged as error:
             return _end(plan, tracker, "DIVERGED", str(error))
         return _end(plan, tracker, "FINISHED", headline(values))
@@ -244,7 +266,7 @@ def _possible_address(runs: str, wanted: Any) -> str | None:
 
 def _tracker(plan: config.Plan, folder: Path, command: str, start: Checkpoint | None) -> Tracker:
     apart = {name: value for name, value in asdict(plan.trainer).items() if name not in plan.config["trainer"]}
-    machine = apart | {"threads": plan.trainer.cpu_threads, "device": plan.trainer.device, "device_count": 1,
+    machine = apart | {"threads": plan.trainer.cpu_threads, "device": plan.trainer.device, "device_count": plan.trainer.ranks,
                        "precision": plan.trainer.precision, "code": _code(plan)}
     params, sweep = config.plain(plan.params), plan.settings.sweep
     about = Description(plan.label, params, plan.config, environment(machine), command, sweep, plan.key)

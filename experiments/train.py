@@ -24,16 +24,25 @@ def _job(composed: DictConfig) -> None:
     settings = HydraConfig.get()
     alone = settings.mode != RunMode.MULTIRUN
     try:
+        if alone:
+            _refuse_launcher(settings.runtime.choices["hydra/launcher"])
         words = list(settings.overrides.task)
         outcome = runs.execute(OmegaConf.to_container(composed), runs.command(words), alone=alone, overrides=words)
     except runs.ConfigError as error:
         # Hydra would print a line of its own above ours.
         _mistakes.append(error)
         return
+    if outcome is None:
+        return
     if alone:
         _alone.append(outcome)
     else:
         Grid.add(Path(settings.sweep.dir), outcome)
+
+
+def _refuse_launcher(name: str) -> None:
+    if name != "basic":
+        raise runs.ConfigError(f"hydra/launcher={name} is for grids: it needs -m; a single run is started here")
 
 
 def _start() -> None:
