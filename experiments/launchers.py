@@ -1,6 +1,6 @@
-"""Where the cells of a grid run: `-m hydra/launcher=joblib` or `submitit_slurm`; without either, one after another here.
+"""Where the cells of a grid run: `-m hydra/launcher=joblib` or `submitit_slurm`; else one after another, in here.
 
-Hydra's own plug-ins of these names stop the grid at the first process that is killed, and lose what the others did. Here
+Hydra's plug-ins of these names stop the grid at the first process that is killed, and lose what the others did. Here
 every cell has an outcome: one whose process dies is recorded as failed with the reason, and the others go on.
 """
 

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -150,11 +150,9 @@ def follow(place: Place) -> None:
         if plan.key != order["key"]:
             raise ValueError(f"the run's key is {order['key']} for the leader and {plan.key} here: other code or data")
         start = order["start"] and checkpoints.read(order["start"])
-        try:
-            module.train(plan, Silent(order["folder"]), lambda line: None, start, group)
         # All come to the same conclusion; the leader records it.
-        except (module.Diverged, Terminated):
-            pass
+        with suppress(module.Diverged, Terminated):
+            module.train(plan, Silent(order["folder"]), lambda line: None, start, group)
 
 
 @contextmanager

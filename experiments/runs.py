@@ -266,8 +266,8 @@ def _possible_address(runs: str, wanted: Any) -> str | None:
 
 def _tracker(plan: config.Plan, folder: Path, command: str, start: Checkpoint | None) -> Tracker:
     apart = {name: value for name, value in asdict(plan.trainer).items() if name not in plan.config["trainer"]}
-    machine = apart | {"threads": plan.trainer.cpu_threads, "device": plan.trainer.device, "device_count": plan.trainer.ranks,
-                       "precision": plan.trainer.precision, "code": _code(plan)}
+    machine = apart | {"threads": plan.trainer.cpu_threads, "device": plan.trainer.device,
+                       "device_count": plan.trainer.ranks, "precision": plan.trainer.precision, "code": _code(plan)}
     params, sweep = config.plain(plan.params), plan.settings.sweep
     about = Description(plan.label, params, plan.config, environment(machine), command, sweep, plan.key)
     return Tracker(folder, about, _address(plan), start and start.position)

@@ -1,4 +1,4 @@
-"""How Lightning sees the processes of a run: one alone, DDP with a model each, or FSDP with a share of the model each."""
+"""How Lightning sees the processes of a run: one alone, with a model each (DDP), or with a share of one each (FSDP)."""
 
 from __future__ import annotations
 
