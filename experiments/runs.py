@@ -8,16 +8,17 @@ status, reason and traceback; the other runs of a grid go on.
 from __future__ import annotations
 
 import json
+import shlex
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments import config, resume
+from experiments import config, ranks, resume
 from experiments.environment import code, environment
 from experiments.outcomes import Outcome, headline
-from experiments.record import Description, lock, read_status
+from experiments.record import Description, lock, read_status, write_status
 from experiments.signals import Terminated
 from experiments.tracking import Tracker, address, catch_up, join_sweep
 from mixers import registry
@@ -30,8 +31,10 @@ class ConfigError(ValueError):
     """Something is wrong in the options; the message is for the user."""
 
 
-def execute(tree: Mapping[str, Any], command: str, *, alone: bool, overrides: Sequence[str] = ()) -> Outcome:
+def execute(tree: Mapping[str, Any], command: str, *, alone: bool, overrides: Sequence[str] = ()) -> Outcome | None:
     """Run one composed config, in plain containers. Whatever happens in the run ends in its outcome.
+
+    Of the processes that torchrun or srun has started for one run, only the first has an outcome.
 
     Args:
         command: repeats this run.
@@ -40,8 +43,26 @@ def execute(tree: Mapping[str, Any], command: str, *, alone: bool, overrides: Se
     Raises:
         ConfigError: wrong options of a run alone, or a runs folder that cannot be written.
     """
+    place = ranks.started() if _several(tree) else None
+    if place and place.rank:
+        return ranks.follow(place)
+    with ranks.leading(place):
+        return _lead(tree, command, alone, overrides, place)
+
+
+def _several(tree: Mapping[str, Any]) -> bool:
+    """Is the run for several processes? Its options may be of any type."""
+    trainer = tree.get("trainer")
+    return isinstance(trainer, Mapping) and trainer.get("strategy", "single") != "single"
+
+
+def _lead(
+    tree: Mapping[str, Any], command: str, alone: bool, overrides: Sequence[str], place: ranks.Place | None
+) -> Outcome:
     try:
-        return _locked(_plan(tree, overrides), command)
+        plan = _plan(tree, overrides)
+        ranks.check(plan.trainer, place)
+        return _locked(plan, command)
     except ValueError as error:
         wrong = error
     except OSError as error:
@@ -125,9 +146,11 @@ def _run(plan: config.Plan, folder: Path, command: str) -> Outcome:
         # Lightning takes seconds to import: `--help` and skipped runs do without.
         from experiments import module
 
-        print(f"{_name(plan)}: {_opening(plan, start)}", flush=True)
+        name = _name(plan)
+        print(f"{name}: {_opening(plan, start)}", flush=True)
         try:
-            values = module.train(plan, tracker, lambda line: print(f"{_name(plan)}: {line}", flush=True), start)
+            with ranks.led(plan, start and start.path, folder) as group:
+                values = module.train(plan, tracker, lambda line: print(f"{name}: {line}", flush=True), start, group)
         except module.Diverged as error:
             return _end(plan, tracker, "DIVERGED", str(error))
         return _end(plan, tracker, "FINISHED", headline(values))
@@ -194,6 +217,45 @@ def _refuse(tree: Mapping[str, Any], command: str, error: ValueError) -> Outcome
     return Outcome(label, str(task.get("name")), seed, "failed", reason, str(folder))
 
 
+def lost(tree: Mapping[str, Any], said: str, reason: str, *, overrides: Sequence[str] = ()) -> Outcome:
+    """The outcome of a run whose process ended without one; its record says so, unless that has its end already.
+
+    Args:
+        said: the command that repeats the run.
+    """
+    try:
+        plan = _plan(tree, overrides)
+        folder = Path(plan.settings.runs) / plan.key
+        with lock(folder) as free:
+            settled = _settled(plan, folder) if free else None
+            if settled is None and free:
+                _close(plan, folder, said, reason)
+    except ValueError as error:
+        return _refuse(tree, said, error)
+    if settled:
+        return settled
+    print(f"{_name(plan)}: FAILED: {reason} ({folder})", flush=True)
+    return _outcome(plan, folder, "failed", reason)
+
+
+def _close(plan: config.Plan, folder: Path, said: str, reason: str) -> None:
+    """Say in the record, and in MLflow, that the run has failed; what it has so far is kept, to go on from."""
+    status, uri = read_status(folder), _address(plan)
+    if status is None:
+        _tracker(plan, folder, said, None).finish("FAILED", reason)
+    elif status.status == "RUNNING":
+        write_status(folder, replace(status, status="FAILED", reason=reason, owner=None, behind=uri is not None))
+        if uri:
+            catch_up(folder, uri)
+
+
+def command(overrides: Sequence[str]) -> str:
+    """The command that repeats one run."""
+    # An experiment's file may ask for a grid.
+    single = ["hydra.mode=RUN"] if any(override.startswith("+experiment=") for override in overrides) else []
+    return shlex.join(["python", "-m", "experiments.train", *overrides, *single])
+
+
 def _possible_address(runs: str, wanted: Any) -> str | None:
     """The database or server of a run whose options may be wrong; None where they name none."""
     try:
@@ -204,8 +266,8 @@ def _possible_address(runs: str, wanted: Any) -> str | None:
 
 def _tracker(plan: config.Plan, folder: Path, command: str, start: Checkpoint | None) -> Tracker:
     apart = {name: value for name, value in asdict(plan.trainer).items() if name not in plan.config["trainer"]}
-    machine = apart | {"threads": plan.trainer.cpu_threads, "device": plan.trainer.device, "device_count": 1,
-                       "precision": plan.trainer.precision, "code": _code(plan)}
+    machine = apart | {"threads": plan.trainer.cpu_threads, "device": plan.trainer.device,
+                       "device_count": plan.trainer.ranks, "precision": plan.trainer.precision, "code": _code(plan)}
     params, sweep = config.plain(plan.params), plan.settings.sweep
     about = Description(plan.label, params, plan.config, environment(machine), command, sweep, plan.key)
     return Tracker(folder, about, _address(plan), start and start.position)

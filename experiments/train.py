@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from pathlib import Path
 
@@ -26,11 +25,15 @@ def _job(composed: DictConfig) -> None:
     settings = HydraConfig.get()
     alone = settings.mode != RunMode.MULTIRUN
     try:
+        if alone:
+            _refuse_launcher(settings.runtime.choices["hydra/launcher"])
         words = list(settings.overrides.task)
-        outcome = runs.execute(OmegaConf.to_container(composed), _command(words), alone=alone, overrides=words)
+        outcome = runs.execute(OmegaConf.to_container(composed), runs.command(words), alone=alone, overrides=words)
     except runs.ConfigError as error:
         # Hydra would print a line of its own above ours.
         _mistakes.append(error)
+        return
+    if outcome is None:
         return
     if alone:
         _alone.append(outcome)
@@ -38,11 +41,9 @@ def _job(composed: DictConfig) -> None:
         Grid.add(Path(settings.sweep.dir), outcome)
 
 
-def _command(overrides: list[str]) -> str:
-    """The command that repeats one run."""
-    # An experiment's file may ask for a grid.
-    single = ["hydra.mode=RUN"] if any(override.startswith("+experiment=") for override in overrides) else []
-    return shlex.join(["python", "-m", "experiments.train", *overrides, *single])
+def _refuse_launcher(name: str) -> None:
+    if name != "basic":
+        raise runs.ConfigError(f"hydra/launcher={name} is for grids: it needs -m; a single run is started here")
 
 
 def _start() -> None:
