@@ -30,6 +30,7 @@ from experiments.record import (
     Position,
     Record,
     Status,
+    joined,
     read_description,
     read_events,
     read_status,
@@ -177,14 +178,16 @@ class Mirror:
     def _describe(self) -> None:
         """Make the run where there is none; params, tags and artifacts."""
         about, status = self.about, read_status(self.folder)
-        sweeps = status.sweeps if status else [about.sweep] if about.sweep else []
         tags = {"run_key": about.key or self.folder.name, "command": about.command,
-                "sweep": about.sweep, "sweeps": ", ".join(sweeps)}
+                "sweep": status.sweep, "sweeps": ", ".join(status.sweeps),
+                # A trial of tuning is in no sweep's comparison.
+                "trial_of": (", ".join(status.trials) or "no sweep") if status.trial else None,
+                "tuning": about.tuning and about.tuning["text"]}
         tags = {name: cut(value, MAX_TAG) for name, value in tags.items() if value}
         if self.run_id is None:
             self.run_id = self.client.create_run(self.experiment, run_name=about.name, tags=tags).info.run_id
         self._send_params(self.client.get_run(self.run_id).data.params, tags)
-        for file in ("config.yaml", "environment.json"):
+        for file in ("config.yaml", "environment.json", *(["tuning.json"] if about.tuning else [])):
             self.client.log_artifact(self.run_id, str(self.folder / file))
 
     def _send_params(self, there: Mapping[str, str], tags: Mapping[str, str]) -> None:
@@ -262,18 +265,28 @@ def catch_up(folder: Path, uri: str) -> None:
         _warn_once(error)
 
 
-def join_sweep(folder: Path, sweep: str, uri: str | None) -> None:
-    """Say that a finished run belongs to one more sweep, in its record and in the tag `sweeps` of its MLflow run."""
-    status = read_status(folder)
-    if status is None or sweep in status.sweeps:
+def join_sweep(folder: Path, sweep: str | None, uri: str | None, trial: bool = False) -> None:
+    """Say that a finished run belongs to one more sweep, as a result or a trial, in its record and its MLflow run."""
+    before = read_status(folder)
+    status = before and joined(before, sweep, trial)
+    if status == before:
         return
-    status = replace(status, sweeps=[*status.sweeps, sweep])
     write_status(folder, status)
     if uri and status.mlflow_run_id:
         try:
-            connect(uri)[0].set_tag(status.mlflow_run_id, "sweeps", cut(", ".join(status.sweeps), MAX_TAG))
+            _retag(connect(uri)[0], before, status)
         except Exception as error:
             _warn_once(error)
+
+
+def _retag(client: Any, before: Status, now: Status) -> None:
+    """The tags of a run that has joined a sweep."""
+    trial_of = ", ".join(now.trials) if now.trial else None
+    for name, value in {"sweep": now.sweep, "sweeps": ", ".join(now.sweeps), "trial_of": trial_of}.items():
+        if value:
+            client.set_tag(now.mlflow_run_id, name, cut(value, MAX_TAG))
+    if before.trial and not now.trial:
+        client.delete_tag(now.mlflow_run_id, "trial_of")
 
 
 def address(runs: str, wanted: bool | str) -> str | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import hydra
@@ -11,7 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from experiments import cli, runs
+from experiments import cli, foreman, grids, runs
 from experiments.outcomes import Grid, Outcome, table
 from experiments.signals import Terminated, on_terminate
 
@@ -23,25 +23,40 @@ _mistakes: list[runs.ConfigError] = []
 def _job(composed: DictConfig) -> None:
     """One run; Hydra calls it once, or for every cell of a grid."""
     settings = HydraConfig.get()
-    alone = settings.mode != RunMode.MULTIRUN
     try:
-        words = list(settings.overrides.task)
-        outcome = runs.execute(OmegaConf.to_container(composed), _command(words), alone=alone, overrides=words)
+        if settings.mode == RunMode.MULTIRUN:
+            _cell(composed, Path(settings.sweep.dir), settings.job.num)
+        else:
+            _alone.append(_execute(composed))
     except runs.ConfigError as error:
         # Hydra would print a line of its own above ours.
         _mistakes.append(error)
+
+
+def _cell(composed: DictConfig, grid: Path, number: int) -> None:
+    """One job of a grid, in whatever process."""
+    if grids.cancelled(grid):
         return
-    if alone:
-        _alone.append(outcome)
-    else:
-        Grid.add(Path(settings.sweep.dir), outcome)
+    begun = grids.start(grid, number)
+    try:
+        # A launcher's processes have no handler of ours.
+        with on_terminate():
+            outcome = _execute(composed, grid)
+    except Terminated:
+        # In a process of joblib's, an exception would end the others before they have saved.
+        if grids.cancelled(grid):
+            return
+        raise
+    finally:
+        grids.end(grid, begun)
+    Grid.add(grid, replace(outcome, job=number))
+    print(foreman.line(grid), flush=True)
 
 
-def _command(overrides: list[str]) -> str:
-    """The command that repeats one run."""
-    # An experiment's file may ask for a grid.
-    single = ["hydra.mode=RUN"] if any(override.startswith("+experiment=") for override in overrides) else []
-    return shlex.join(["python", "-m", "experiments.train", *overrides, *single])
+def _execute(composed: DictConfig, grid: Path | None = None) -> Outcome:
+    words = list(HydraConfig.get().overrides.task)
+    tree = OmegaConf.to_container(composed)
+    return runs.execute(tree, runs.repeat(words), alone=grid is None, overrides=words, grid=grid)
 
 
 def _start() -> None:
@@ -62,10 +77,14 @@ def main() -> int:
         code = 130
     except Terminated:
         code = 143
+    except foreman.Refused as error:
+        code = cli.fail(str(error))
     outcomes = Grid.outcomes()
     if outcomes:
         print(f"\n{table(outcomes)}", flush=True)
     ended = _alone if outcomes is None else outcomes
+    if Grid.folder and grids.cancelled(Grid.folder):
+        code = 143
     return code or int(not all(outcome.good for outcome in ended))
 
 
