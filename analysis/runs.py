@@ -24,6 +24,7 @@ UNKNOWN = "UNKNOWN"
 _FILES = ("status.json", "params.json", "metrics.jsonl", "config.yaml")
 _FACTS = (
     "run", "folder", "status", "reason", "sweep", "sweeps", "started", "seconds", "command", "last_step", "last_tokens",
+    "tuning",
 )  # fmt: skip
 _PARAMS = ("stack", "layout", "task", "seed")
 _POINT = ("metric", "step", "tokens", "value")
@@ -35,8 +36,9 @@ class Records:
 
     Attributes:
         runs: one row a run: run, folder, status, reason, sweep (which made it), sweeps (all it is in), started, seconds
-            (wall time), command, last_step, last_tokens (training tokens seen), cell, every param (stack, layout, task,
-            seed, d_model, ...), the last value of every metric. Of params, null, true, false and lists are JSON text.
+            (wall time), command, last_step, last_tokens (training tokens seen), tuning (how its learning rate was
+            chosen, a dict, where it was), cell, every param (stack, layout, task, seed, d_model, ...), the last value of
+            every metric. Of params, null, true, false and lists are JSON text.
         curves: run, metric, step, tokens, value: one row a logged value, in the order of logging.
         environment: one row a run, indexed by run: versions, commit, device, ...
         params: the columns of `runs` that are params.
@@ -63,6 +65,8 @@ class Records:
 def load(folder: str | Path) -> Records:
     """The records in the subfolders of `folder`. A subfolder without any file of a record is not a run.
 
+    Trials of tuning are left out: they are no results, and on seeds that results must not have.
+
     Raises:
         ValueError: `folder` is not a folder.
     """
@@ -70,6 +74,7 @@ def load(folder: str | Path) -> Records:
     if not folder.is_dir():
         raise ValueError(f"runs={folder} is not a folder; it is made by the first python -m experiments.train")
     found = [_read(path) for path in sorted(folder.iterdir()) if any((path / name).is_file() for name in _FILES)]
+    found = [record for record in found if not record.trial]
     params = tuple(dict.fromkeys((*_PARAMS, *(name for record in found for name in record.params))))
     names = [record.facts["run"] for record in found]
     curves = [record.points.assign(run=name) for name, record in zip(names, found, strict=True) if len(record.points)]
@@ -128,6 +133,7 @@ class _Record:
     environment: dict[str, Any]
     points: pd.DataFrame
     problems: list[str]
+    trial: bool
 
 
 def _read(path: Path) -> _Record:
@@ -135,6 +141,7 @@ def _read(path: Path) -> _Record:
     params, params_fault = _mapping(path / "params.json")
     environment, environment_fault = _mapping(path / "environment.json")
     points, points_faults = _points(path / "metrics.jsonl")
+    tuning, tuning_fault = _mapping(path / "tuning.json") if (path / "tuning.json").exists() else ({}, None)
     # Without params nobody knows which cell the run belongs to, whatever its status.
     unusable = status_fault or params_fault
     facts = {
@@ -146,12 +153,13 @@ def _read(path: Path) -> _Record:
         "sweeps": tuple(map(str, status.get("sweeps") or filter(None, [status.get("sweep")]))),
         "last_step": points["step"].max(),
         "last_tokens": points["tokens"].max(),
+        "tuning": tuning or None,
     }
-    faults = [fault for fault in (status_fault, params_fault, environment_fault, *points_faults) if fault]
+    faults = [fault for fault in (status_fault, params_fault, environment_fault, tuning_fault, *points_faults) if fault]
     known = {
         name: _plain(v) for name, v in params.items() if name not in _FACTS and not (name in _PARAMS and v is None)
     }
-    return _Record(facts, known, environment, points, faults)
+    return _Record(facts, known, environment, points, faults, status.get("trial") is True)
 
 
 def _mapping(path: Path) -> tuple[dict[str, Any], str | None]:

@@ -162,7 +162,7 @@ def _cancel(grid: Grid) -> int:
         if time.monotonic() > until:
             print(f"{_title(now)}: still running after {PATIENCE:.0f} s")
             return 1
-        time.sleep(0.2)
+        time.sleep(0.5)
     print(f"{_title(now)}; to go on: {grid.control('retry')}")
     return 0
 

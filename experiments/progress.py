@@ -17,8 +17,8 @@ from experiments.grids import Grid, Started
 from experiments.outcomes import Outcome, outcomes
 from experiments.record import read_events
 
-State = Literal["finished", "skipped", "failed", "diverged", "running", "interrupted", "waiting", "missing"]
-BAD = ("failed", "diverged", "interrupted", "missing")
+State = Literal["finished", "skipped", "failed", "diverged", "running", "interrupted", "waiting", "not started"]
+BAD = ("failed", "diverged", "interrupted", "not started")
 # Of a speed: over at most so many logged points.
 _POINTS = 5
 
@@ -124,7 +124,7 @@ def progress(grid: Grid) -> Progress:
     ]  # fmt: skip
     made = [outcome.seconds for outcome in (*ended, *trials) if outcome.seconds is not None]
     missing = grid.trials - len({trial.folder for trial in trials})
-    return Progress(grid, jobs, made, missing if waits else 0, grid.trials)
+    return Progress(grid, jobs, made, max(missing, 0), grid.trials)
 
 
 def _runs(job: Started, queue: set[str] | None) -> bool:
@@ -140,7 +140,7 @@ def _job(number: int, options: str, outcome: Outcome | None, begun: Started | No
     if outcome:
         return Job(number, options, outcome.status, outcome.text.partition("\n")[0], outcome.seconds)
     if begun is None:
-        return Job(number, options, *(("waiting", "") if waits else ("missing", "did not start")))
+        return Job(number, options, "waiting" if waits else "not started", "")
     if not alive:
         why = f"{begun.process} is gone" if begun.ended is None else "ended before its time"
         return Job(number, options, "interrupted", why)

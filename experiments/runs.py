@@ -50,7 +50,8 @@ def execute(
         plan = _plan(tree, overrides)
         plan = _tuned(plan, overrides, grid) if plan.search.method else plan
         outcome = _locked(plan, command)
-        return replace(outcome, text=f"{outcome.text}; {plan.choice.brief}") if plan.choice and outcome.good else outcome
+        told = f"; {plan.choice.brief}" if plan.choice and outcome.good else ""
+        return replace(outcome, text=outcome.text + told)
     except trials.NoRate as error:
         return _refuse(tree, command, error)
     except ValueError as error:
@@ -90,7 +91,7 @@ def _tuned(plan: config.Plan, overrides: Sequence[str], grid: Path | None) -> co
         noted.add(outcome.folder)
 
     def run(trial: config.Plan) -> None:
-        own = [f"seed={trial.settings.seed}", f"optimizer.lr={trial.optimizer.lr:g}"]
+        own = [f"seed={trial.settings.seed}", f"optimizer.lr={trial.optimizer.lr}"]
         note(_run(trial, trial.folder, repeat([*words, *own])))
 
     def settled(trial: config.Plan) -> bool:
