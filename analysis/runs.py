@@ -37,8 +37,8 @@ class Records:
     Attributes:
         runs: one row a run: run, folder, status, reason, sweep (which made it), sweeps (all it is in), started, seconds
             (wall time), command, last_step, last_tokens (training tokens seen), tuning (how its learning rate was
-            chosen, a dict, where it was), cell, every param (stack, layout, task, seed, d_model, ...), the last value of
-            every metric. Of params, null, true, false and lists are JSON text.
+            chosen, a dict, where it was), cell, every param (stack, layout, task, seed, d_model, ...), the last value
+            of every metric. Of params, null, true, false and lists are JSON text.
         curves: run, metric, step, tokens, value: one row a logged value, in the order of logging.
         environment: one row a run, indexed by run: versions, commit, device, ...
         params: the columns of `runs` that are params.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -113,7 +114,8 @@ def fake_slurm(tmp_path, monkeypatch):
     """Slurm's commands: squeue prints what is in the file `queue`, scancel writes down its arguments."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name, line in (("squeue", f"cat {tmp_path}/queue"), ("scancel", f'echo "$@" >> {tmp_path}/ended; : > {tmp_path}/queue')):
+    lines = {"squeue": f"cat {tmp_path}/queue", "scancel": f'echo "$@" >> {tmp_path}/ended; : > {tmp_path}/queue'}
+    for name, line in lines.items():
         (folder / name).write_text(f"#!/bin/sh\n{line}\n")
         (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
@@ -161,7 +163,8 @@ def command(monkeypatch, capsys):
 
 
 def test_a_grid_is_found_by_its_sweep_its_folder_or_as_the_newest(make, command):
-    assert command("status") == (2, "", "error: runs='runs' has no grid; python -m experiments.train -m ... starts one\n")
+    code, _, err = command("status")
+    assert (code, err) == (2, "error: runs='runs' has no grid; python -m experiments.train -m ... starts one\n")
     make("2030-01-01_00-00-00", "mine")
     newer = make("2030-01-02_00-00-00", "mine")
     make("2030-01-03_00-00-00", None)
@@ -196,7 +199,7 @@ def test_on_a_terminal_what_runs_and_what_went_wrong_comes_first(make):
     ends(mine, 0, "finished")
     ends(mine, 1, "failed")
     starts(mine, 2, Process.this())
-    console = Console(width=80, record=True, file=open(os.devnull, "w"))
+    console = Console(width=80, record=True, file=io.StringIO())
     console.print(grid._table(progress.progress(mine), most=2))
     shown = console.export_text()
     assert "failed" in shown and "running" in shown and "finished" not in shown and "waiting" not in shown
@@ -207,7 +210,7 @@ def test_a_grid_tells_how_far_it_is_and_knows_its_jobs_from_the_start(command_li
     assert code == 1
     told = [line for line in out.splitlines() if line.startswith("grid: ")]
     assert told[0].startswith("grid: 1 of 2 done, 1 waiting, about ")
-    assert told[1] == ("grid: 1 of 2 done, 1 failed; run again what has no result: python -m experiments.grid retry two")
+    assert told[1] == "grid: 1 of 2 done, 1 failed; run again what has no result: python -m experiments.grid retry two"
     (folder,) = (tmp_path / "runs" / ".grids").iterdir()
     known = grids.read(folder)
     assert [[word for word in job if "n_heads" in word] for job in known.jobs] == [
@@ -231,12 +234,12 @@ def test_a_retry_is_the_same_command_and_makes_what_is_missing(command_line, com
 @pytest.mark.slow
 def test_a_cancelled_grid_saves_and_its_retry_goes_on(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    options = ("model.d_model=8", "model.mlp=none", "task.vocabulary=32", "task.length=16", "task.kv=[2]", "mlflow=false",
-               "task.test_kv=[2]", "task.rows_per_suite=8", "trainer.steps=200", "trainer.batch_size=4",
+    options = ("model.d_model=8", "model.mlp=none", "task.vocabulary=32", "task.length=16", "task.kv=[2]",
+               "mlflow=false", "task.test_kv=[2]", "task.rows_per_suite=8", "trainer.steps=200", "trainer.batch_size=4",
                "trainer.log_every=5", "trainer.validate_every=100000", "trainer.threads=1")  # fmt: skip
     environment = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
-    process = subprocess.Popen([sys.executable, "-m", "experiments.train", *options, "-m", "seed=0,1", "sweep=long"],
-                               env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
+    words = [sys.executable, "-m", "experiments.train", *options, "-m", "seed=0,1", "sweep=long"]
+    process = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     for line in process.stdout:
         if "step 10/" in line:
             break

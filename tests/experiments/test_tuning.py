@@ -253,7 +253,7 @@ def test_a_grid_that_is_killed_in_its_tuning_goes_on_there(command_line, tmp_pat
     (("tune.values=[1]",), "error: tune.values=[1] must be two different rates or more"),
 ])  # fmt: skip
 def test_a_grid_that_cannot_be_tuned_fairly_does_not_start(command_line, tmp_path, words, message):
-    code, out, err = command_line("mlflow=false", "-m", "tune=lr", "tune.seeds=[7]", *words)
+    code, _, err = command_line("mlflow=false", "-m", "tune=lr", "tune.seeds=[7]", *words)
     assert code == 2 and message in err and len(err.splitlines()) == 1
     assert not list(Path(tmp_path).glob("runs/*/status.json"))
 
