@@ -45,20 +45,21 @@ def run(main: Callable[[], None], name: str) -> int:
         register(name)
         main()
     except UsageError as error:
-        return _fail(str(error))
+        return fail(str(error))
     except (HydraException, OmegaConfBaseException) as error:
-        return _fail(explain(error, sys.argv[1:], name))
+        return fail(explain(error, sys.argv[1:], name))
     except BrokenPipeError:
         # The reader has seen enough (`--help | head`). What is still buffered has nowhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-        return _fail(f"{error.filename}: {error.strerror}; runs=FOLDER chooses another folder")
+        return fail(f"{error.filename}: {error.strerror}; runs=FOLDER chooses another folder")
     except ValueError as error:
-        return _fail(str(error))
+        return fail(str(error))
     return 0
 
 
-def _fail(message: str) -> int:
+def fail(message: str) -> int:
+    """Tell a user of a mistake; the exit code for it."""
     print(f"error: {message}", file=sys.stderr, flush=True)
     return 2
 
@@ -152,7 +153,7 @@ def _value(key: str, arguments: Sequence[str]) -> str:
 
 def _base(arguments: Sequence[str], name: str) -> Mapping[str, Any]:
     """The config that a mistaken option was meant for: the chosen groups alone."""
-    groups = [a for a in arguments if re.match(r"\+?(stack|task|optimizer|trainer|experiment)=[\w/]+$", a)]
+    groups = [a for a in arguments if re.match(r"\+?(stack|task|optimizer|trainer|tune|experiment)=[\w/]+$", a)]
     try:
         return composed(name, groups)
     except HydraException:
@@ -196,6 +197,8 @@ Train a stack of sequence mixers on a task, or a grid of stacks, and log quality
         a grid kept in a file of conf/experiment
     python -m experiments.train -m stack=mha,gqa match.metric=parameters match.target=1.0e6 match.knob=model.mlp_width
         equal budgets: the knob is set so that every run has the target within 1% (stack:gqa: what gqa has)
+    python -m experiments.train -m stack=mha,linear seed=0,1,2 tune=lr 'tune.values=[1e-3,3e-3,1e-2]'
+        each stack at the best of these learning rates, by validation and seeds of its own
     python -m experiments.train stack=gqa trainer.steps=1000 --cfg job
         print the composed config, run nothing
     python -m experiments.show stack=gemma3 model.d_model=512
@@ -240,9 +243,9 @@ MIXERLAB_PLUGINS=FILE.py adds mixers of your own
 _PAGES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "train": (
         _TRAIN,
-        ("model", "task", "optimizer", "trainer", "experiment"),
+        ("model", "task", "optimizer", "trainer", "tune", "experiment"),
         ("model/language_model", "model/encoder_decoder", *(f"task/{task}" for task in tasks.names()),
-         "optimizer/adamw", "trainer/default", "match/default", "evaluate/default"),
+         "optimizer/adamw", "trainer/default", "match/default", "evaluate/default", "tune/lr", "tune/optuna_lr"),
     ),
     "bench": (_BENCH, (), ("model/language_model",)),
 }
@@ -271,7 +274,7 @@ def help_page(name: str) -> str:
     for file in files:
         group, _, choice = file.partition("/")
         # The other groups have one choice each.
-        said = group == "task" or choice == "encoder_decoder"
+        said = group in ("task", "tune") or choice == "encoder_decoder"
         options += ["", *([f"  with {group}={choice}"] if said else [])]
         options += _options(f"{group}.", file, own.get(group, {}))
     mixers = [(mixer, _spell_all(registry.options(mixer))) for mixer in registry.names()]

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -27,7 +28,7 @@ from arch import layout
 from arch.encoder_decoder import EncoderDecoder
 from arch.language_model import LanguageModel
 from arch.stack import Stack
-from experiments import extrapolation, matching, optim, tasks
+from experiments import extrapolation, matching, optim, tasks, tuning
 from experiments.metrics import direction
 from experiments.tasks.base import Task, at_least
 from kernels.backend import BACKENDS
@@ -56,6 +57,7 @@ class Settings:
     resume: str | None = None
     match: dict[str, Any] = field(default_factory=dict)
     evaluate: dict[str, Any] = field(default_factory=dict)
+    tune: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,26 @@ class Plan:
     matched: matching.Matched | None = None
     # Names -> scalings of RoPE to test under; empty where nothing turns.
     rope_scaling: Mapping[str, Any] = field(default_factory=dict)
+    search: tuning.Search = field(default_factory=tuning.Search)
+    choice: tuning.Tuned | None = None
+    is_trial: bool = False
+
+    def trial(self, lr: float, seed: int) -> Plan:
+        """The same run at another learning rate and seed, as a trial of tuning."""
+        return replace(self._at(lr, seed), is_trial=True)
+
+    def tuned(self, choice: tuning.Tuned) -> Plan:
+        """The same run at the learning rate that was chosen."""
+        return replace(self._at(choice.lr, self.settings.seed), choice=choice)
+
+    def _at(self, lr: float, seed: int) -> Plan:
+        settings = replace(self.settings, seed=seed, optimizer=self.settings.optimizer | {"lr": lr})
+        return replace(self, settings=settings, optimizer=replace(self.optimizer, lr=lr))
+
+    @property
+    def folder(self) -> Path:
+        """Of the run's record."""
+        return Path(self.settings.runs) / self.key
 
     def model(self) -> LanguageModel:
         """The model with its initial weights, a function of the config and the seed."""
@@ -267,7 +289,9 @@ def plan(tree: Mapping[str, Any]) -> Plan:
     evaluation = call(extrapolation.Evaluation, settings.evaluate, "evaluate")
     with torch.device("meta"):
         scalings = evaluation.fitting(settings.model, skeleton, lambda options: _model(options, task), task.length)
-    return Plan(settings, task, optimizer, trainer, skeleton, matched, scalings)
+    search = call(tuning.Search, settings.tune, "tune")
+    search.refuse(settings.seed)
+    return Plan(settings, task, optimizer, trainer, skeleton, matched, scalings, search)
 
 
 def _check_sources(task: Task, skeleton: LanguageModel) -> None:

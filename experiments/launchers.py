@@ -12,6 +12,7 @@ import signal
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,8 @@ class Cell:
         with open_dict(config):
             folder = Path(config.pop("hydra").sweep.dir)
         tree = OmegaConf.to_container(config)
-        Grid.add(folder, runs.lost(tree, runs.command(words), reason, overrides=words))
+        outcome = runs.lost(tree, runs.command(words), reason, overrides=words)
+        Grid.add(folder, replace(outcome, job=self.number))
 
 
 class CellLauncher(Launcher):

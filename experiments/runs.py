@@ -8,17 +8,19 @@ status, reason and traceback; the other runs of a grid go on.
 from __future__ import annotations
 
 import json
+import re
 import shlex
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments import config, ranks, resume
+from experiments import config, grids, ranks, resume, trials
 from experiments.environment import code, environment
-from experiments.outcomes import Outcome, headline
-from experiments.record import Description, lock, read_status, write_status
+from experiments.outcomes import Grid, Outcome, headline, outcomes
+from experiments.record import Description, lock, read_status, write, write_status
 from experiments.signals import Terminated
 from experiments.tracking import Tracker, address, catch_up, join_sweep
 from mixers import registry
@@ -31,7 +33,9 @@ class ConfigError(ValueError):
     """Something is wrong in the options; the message is for the user."""
 
 
-def execute(tree: Mapping[str, Any], command: str, *, alone: bool, overrides: Sequence[str] = ()) -> Outcome | None:
+def execute(
+    tree: Mapping[str, Any], command: str, *, alone: bool, overrides: Sequence[str] = (), grid: Path | None = None
+) -> Outcome | None:
     """Run one composed config, in plain containers. Whatever happens in the run ends in its outcome.
 
     Of the processes that torchrun or srun has started for one run, only the first has an outcome.
@@ -40,6 +44,7 @@ def execute(tree: Mapping[str, Any], command: str, *, alone: bool, overrides: Se
         command: repeats this run.
         alone: no cell of a grid; wrong options are then an error of the command and leave no record.
         overrides: the words of the command line that the config was composed with.
+        grid: the folder of the grid that the run is of.
     Raises:
         ConfigError: wrong options of a run alone, or a runs folder that cannot be written.
     """
@@ -47,7 +52,7 @@ def execute(tree: Mapping[str, Any], command: str, *, alone: bool, overrides: Se
     if place and place.rank:
         return ranks.follow(place)
     with ranks.leading(place):
-        return _lead(tree, command, alone, overrides, place)
+        return _lead(tree, command, alone, overrides, grid, place)
 
 
 def _several(tree: Mapping[str, Any]) -> bool:
@@ -57,12 +62,18 @@ def _several(tree: Mapping[str, Any]) -> bool:
 
 
 def _lead(
-    tree: Mapping[str, Any], command: str, alone: bool, overrides: Sequence[str], place: ranks.Place | None
+    tree: Mapping[str, Any], command: str, alone: bool, overrides: Sequence[str], grid: Path | None,
+    place: ranks.Place | None,
 ) -> Outcome:
     try:
         plan = _plan(tree, overrides)
         ranks.check(plan.trainer, place)
-        return _locked(plan, command)
+        plan = _tuned(plan, overrides, grid) if plan.search.method else plan
+        outcome = _locked(plan, command)
+        told = f"; {plan.choice.brief}" if plan.choice and outcome.good else ""
+        return replace(outcome, text=outcome.text + told)
+    except trials.NoRate as error:
+        return _refuse(tree, command, error)
     except ValueError as error:
         wrong = error
     except OSError as error:
@@ -77,6 +88,8 @@ def _plan(tree: Mapping[str, Any], overrides: Sequence[str]) -> config.Plan:
     run = tree.get("resume")
     if run is None:
         return config.plan(tree)
+    if (tree.get("tune") or {}).get("method"):
+        raise ValueError(f"resume={run} goes on at the learning rate that it has, or at optimizer.lr=...: without tune")
     folder = resume.find(str(run), str(tree.get("runs")))
     plan = config.plan(resume.changed(folder, tree, overrides))
     resume.move(folder, plan)
@@ -85,9 +98,42 @@ def _plan(tree: Mapping[str, Any], overrides: Sequence[str]) -> config.Plan:
     return plan
 
 
+def _tuned(plan: config.Plan, overrides: Sequence[str], grid: Path | None) -> config.Plan:
+    """The plan at the best learning rate of its cell, after the trials that are not there yet."""
+    since = grids.read(grid).started if grid else time.time()
+    noted = {outcome.folder for outcome in outcomes(grid, "trials")} if grid else set()
+    # Options of which a trial has other values.
+    words = [word for word in overrides if not re.match(r"\+*(seed|optimizer\.lr|tune(\.\w+)?)=", word)]
+
+    def note(outcome: Outcome) -> None:
+        if grid and outcome.folder not in noted:
+            Grid.add(grid, outcome, "trials")
+        noted.add(outcome.folder)
+
+    def run(trial: config.Plan) -> None:
+        own = [f"seed={trial.settings.seed}", f"optimizer.lr={trial.optimizer.lr}"]
+        note(_run(trial, trial.folder, command([*words, *own])))
+
+    def settled(trial: config.Plan) -> bool:
+        status = read_status(trial.folder)
+        if status is None or status.status in ("RUNNING", "KILLED"):
+            return False
+        # In one grid, what fails is tried once, and not again for every seed.
+        kept = status.status != "FAILED" and not _again(trial, trial.folder)
+        if not kept and not trials.ended_since(status, since):
+            return False
+        join_sweep(trial.folder, trial.settings.sweep, _address(trial), trial=True)
+        note(_outcome(trial, trial.folder, "skipped", f"{status.status} {status.ended}"))
+        return True
+
+    tuned = trials.tune(plan, run, settled)
+    print(f"{_name(plan)}: {'warning: ' if tuned.choice.edge else ''}{tuned.choice}", flush=True)
+    return tuned
+
+
 def _locked(plan: config.Plan, command: str) -> Outcome:
     """Run what is neither finished nor being run."""
-    folder = Path(plan.settings.runs) / plan.key
+    folder = plan.folder
     with lock(folder) as free:
         if free:
             return _settled(plan, folder) or _run(plan, folder, command)
@@ -107,8 +153,9 @@ def _settled(plan: config.Plan, folder: Path) -> Outcome | None:
     if status is None or status.status not in ("FINISHED", "DIVERGED") or _again(plan, folder):
         return None
     uri = _address(plan)
-    if plan.settings.sweep:
-        join_sweep(folder, plan.settings.sweep, uri)
+    join_sweep(folder, plan.settings.sweep, uri)
+    if plan.choice:
+        write(folder / "tuning.json", json.dumps(plan.choice.record, indent=1))
     if status.behind and uri:
         catch_up(folder, uri)
     if status.status == "DIVERGED":
@@ -197,9 +244,9 @@ def _end(plan: config.Plan, tracker: Tracker, outcome: str, text: str, log: str 
     return _outcome(plan, tracker.folder, status.status.lower(), text, status.seconds)
 
 
-def _refuse(tree: Mapping[str, Any], command: str, error: ValueError) -> Outcome:
+def _refuse(tree: Mapping[str, Any], command: str, error: Exception) -> Outcome:
     """The record of a cell whose options are wrong; they may be of any type."""
-    semantic = {name: tree[name] for name in tree if name not in ("runs", "sweep", "mlflow", "rerun", "resume")}
+    semantic = {name: tree[name] for name in tree if name not in ("runs", "sweep", "mlflow", "rerun", "resume", "tune")}
     model, task = (node if isinstance(node := tree.get(name), Mapping) else {} for name in ("model", "task"))
     layout, seed, sweep, runs = model.get("layout"), tree.get("seed"), tree.get("sweep"), str(tree.get("runs"))
     label, folder = str(config.label(tree.get("stack"), layout)), Path(runs) / config.key(semantic)
@@ -269,7 +316,9 @@ def _tracker(plan: config.Plan, folder: Path, command: str, start: Checkpoint | 
     machine = apart | {"threads": plan.trainer.cpu_threads, "device": plan.trainer.device,
                        "device_count": plan.trainer.ranks, "precision": plan.trainer.precision, "code": _code(plan)}
     params, sweep = config.plain(plan.params), plan.settings.sweep
-    about = Description(plan.label, params, plan.config, environment(machine), command, sweep, plan.key)
+    tuning = plan.choice and plan.choice.record
+    about = Description(plan.label, params, plan.config, environment(machine), command, sweep, plan.key, plan.is_trial,
+                        tuning)  # fmt: skip
     return Tracker(folder, about, _address(plan), start and start.position)
 
 
@@ -282,7 +331,8 @@ def _outcome(plan: config.Plan, folder: Path, status: str, text: str, seconds: f
 
 
 def _name(plan: config.Plan) -> str:
-    return f"{plan.label} seed {plan.settings.seed}"
+    trial = f" lr {plan.optimizer.lr:g}" if plan.is_trial else ""
+    return f"{plan.label} seed {plan.settings.seed}{trial}"
 
 
 def _opening(plan: config.Plan, start: Checkpoint | None) -> str:
