@@ -21,7 +21,8 @@ from experiments.record import read_status, write_status
 # Rows of 1 to 4 labels, so that the processes have different counts; suites of 7 rows, one more in the first process.
 OPTIONS = (
     "model.d_model=8", "model.mlp=none", "task.vocabulary=32", "task.length=16", "task.kv=[1,2,4]",
-    "task.test_kv=[2,4]",    "task.rows_per_suite=7", "trainer.steps=6", "trainer.batch_size=4", "trainer.accumulate=2", "trainer.log_every=1",
+    "task.test_kv=[2,4]", "task.rows_per_suite=7", "trainer.steps=6", "trainer.batch_size=4", "trainer.accumulate=2",
+    "trainer.log_every=1",
     "trainer.validate_every=2", "trainer.precision=64", "optimizer.clip=0.1", "trainer.threads=1",
 )
 TWO = ("trainer=ddp", "trainer.devices=2", "trainer.accelerator=cpu")
