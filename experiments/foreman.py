@@ -13,11 +13,13 @@ from typing import Any
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from experiments import grids
 from experiments.grids import Grid
+from experiments.launchers import CellLauncher
 from experiments.outcomes import outcomes
 from experiments.processes import Process
 from experiments.progress import progress
@@ -40,6 +42,9 @@ class Foreman(Callback):
             search = call(Search, OmegaConf.to_container(config.tune, resolve=True), "tune")
             grid = describe(config, search)
             check(search, grid.jobs)
+            launcher = Plugins.instance()._instantiate(config.hydra.launcher)
+            if isinstance(launcher, CellLauncher):
+                launcher.check()
         except ValueError as error:
             raise Refused(str(error)) from None
         grids.begin(grid)
