@@ -114,8 +114,6 @@ class Trainer:
 
     def _check_processes(self) -> None:
         gpus = torch.cuda.device_count() if self.device == "cuda" else 0
-        if self.strategy == "fsdp" and not gpus:
-            raise ValueError("trainer: strategy='fsdp' needs a GPU, and there is none to use here; on a CPU: ddp")
         if self.devices is None and not gpus:
             raise ValueError("trainer: devices=null is every GPU, and there is none to use here: set trainer.devices=2")
         if gpus and self.devices_per_node > gpus:
@@ -136,6 +134,11 @@ class Trainer:
     def ranks(self) -> int:
         """Processes of the run, on all nodes."""
         return self.devices_per_node * self.num_nodes
+
+    @property
+    def sharded(self) -> bool:
+        """Has each process a share of the weights?"""
+        return self.strategy == "fsdp" and self.ranks > 1
 
     @property
     def cpu_threads(self) -> int:

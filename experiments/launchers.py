@@ -79,17 +79,18 @@ class CellLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         setup_globals()
+        self.check()
         cells = [self.cell(self, initial_job_idx + i, overrides) for i, overrides in enumerate(job_overrides)]
         self.run(cells)
         # Hydra wants something of each; the outcomes are in the grid's folder.
         return [JobReturn(overrides=cell.overrides, status=JobStatus.COMPLETED) for cell in cells]
 
-    def run(self, cells: Sequence[Cell]) -> None:
-        """Run all cells, and return when each has an outcome.
+    def check(self) -> None:
+        """Raises ValueError for wrong options, or where what is needed is not here."""
+        raise NotImplementedError
 
-        Raises:
-            ValueError: wrong options, or what is needed is not here; nothing was started.
-        """
+    def run(self, cells: Sequence[Cell]) -> None:
+        """Run all cells, and return when each has an outcome."""
         raise NotImplementedError
 
 
@@ -98,6 +99,11 @@ class Joblib(CellLauncher):
 
     def __init__(self, n_jobs: int | None, threads: int | None, gpus: int) -> None:
         self.n_jobs, self.threads, self.gpus = n_jobs, threads, gpus
+
+    def check(self) -> None:
+        for name, least in (("n_jobs", 1), ("threads", 1), ("gpus", 0)):
+            if getattr(self, name) is not None:
+                at_least(f"hydra.launcher.{name}", getattr(self, name), least)
 
     def run(self, cells: Sequence[Cell]) -> None:
         idle = [Worker(place) for place in self.places(len(cells))]
@@ -122,17 +128,10 @@ class Joblib(CellLauncher):
                 worker.close()
 
     def places(self, cells: int) -> list[dict[str, str]]:
-        """What is set in the environment of each worker: its share of the CPU threads and of the GPUs.
-
-        Raises:
-            ValueError: an option out of range.
-        """
+        """What is set in the environment of each worker: its share of the CPU threads and of the GPUs."""
         import joblib
         import torch
 
-        for name, least in (("n_jobs", 1), ("threads", 1), ("gpus", 0)):
-            if getattr(self, name) is not None:
-                at_least(f"hydra.launcher.{name}", getattr(self, name), least)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         gpus = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
         return shares(cells, joblib.cpu_count(), gpus if torch.cuda.is_available() else [], self)

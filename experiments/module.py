@@ -30,7 +30,7 @@ from experiments.extrapolation import longest
 from experiments.measure import Clock, PeakMemory
 from experiments.ranks import ALONE, Group, Silent
 from experiments.signals import Terminated, on_terminate
-from experiments.strategies import strategy
+from experiments.strategies import shard, strategy
 from experiments.tasks.base import NOT_SCORED, Item, Scores, loader
 from experiments.tracking import Tracker
 from kernels import backend
@@ -63,7 +63,7 @@ class Training(L.LightningModule):
         self.plan = plan
         self.group = group
         self.hidden = self.read
-        self.compiled = False
+        self.compiled = self.sharded = False
         # Tokens seen in training, pads aside.
         self.tokens = 0
         # Summed loss and labelled tokens of each batch since the last point.
@@ -77,6 +77,9 @@ class Training(L.LightningModule):
 
     def configure_model(self) -> None:
         """`read` alone is compiled, not this module: gathering labelled positions has data-dependent shapes."""
+        if self.plan.trainer.strategy == "fsdp" and self.group.place and not self.sharded:
+            shard(self.net, self.device_mesh["data_parallel"])
+            self.sharded = True
         if self.plan.trainer.compile and not self.compiled:
             # Of all jobs of a process, only so many models would be compiled before torch falls back to eager.
             torch._dynamo.reset()
@@ -116,10 +119,7 @@ class Training(L.LightningModule):
         documents = batch.get("documents")
         real = batch["tokens"].numel() if documents is None else int(documents.count_nonzero())
         about = {name: batch[name].flatten()[where] for name in self.plan.task.about if name in batch}
-        found = batch | {"where": where, "targets": labels[scored], "about": about}
-        if self.trainer.training:
-            found["real"], found["count"] = self.group.total(real, len(where))
-        return found
+        return batch | {"where": where, "targets": labels[scored], "real": real, "about": about}
 
     def read(self, batch: Batch) -> Tensor:
         """[B, T, D], what the head reads."""
@@ -135,10 +135,10 @@ class Training(L.LightningModule):
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
         loss = self.plan.task.loss(self.net, self.labelled(batch), batch["targets"])
-        count = batch["count"]
+        count, real = self.group.total(len(batch["targets"]), batch["real"])
         self.window.append((self.group.sum(loss.detach()), count))
         self.counts.append(count)
-        self.tokens += batch["real"]
+        self.tokens += real
         # The mean of the processes' gradients is taken.
         return self.group.ranks * loss / max(self.counts[0], 1)
 
@@ -189,7 +189,7 @@ class Training(L.LightningModule):
         first, *others = self.group.gather(own)
         random = first | {"others": others}
         checkpoint |= {"config": self.plan.config, "key": self.plan.key, "tokens": self.tokens, "random": random,
-                       "vocabulary": self.plan.task.vocabulary_digest}
+                       "vocabulary": self.plan.task.vocabulary_digest, "sharded": self.sharded}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.tokens, self.random = checkpoint["tokens"], checkpoint["random"]

@@ -214,7 +214,7 @@ def _start(plan: config.Plan, folder: Path) -> Checkpoint | None:
     """Where an earlier try of this run stopped; None: from the beginning.
 
     Raises:
-        ValueError: there is a checkpoint of another config, or of other weights.
+        ValueError: there is a checkpoint of another config, of other weights, or of weights divided otherwise.
     """
     status = read_status(folder)
     if status is None or _again(plan, folder):
@@ -227,6 +227,10 @@ def _start(plan: config.Plan, folder: Path) -> Checkpoint | None:
     wrong = start and checkpoints.misfit(start, plan.skeleton)
     if wrong:
         raise ValueError(f"the code has changed since {folder} was interrupted: {wrong}; rerun=always starts it anew")
+    if start and start.content.get("sharded", False) != plan.trainer.sharded:
+        # The optimiser's state is in another order, and would be taken for that of other weights.
+        made = "trainer=fsdp" if start.content["sharded"] else "another trainer than fsdp"
+        raise ValueError(f"{start.path} is of {made}: go on with that, or rerun=always starts the run anew")
     return start
 
 

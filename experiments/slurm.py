@@ -55,8 +55,10 @@ class Slurm(CellLauncher):
         self.folder, self.max_num_timeout = folder, max_num_timeout
         self.options = {name: value for name, value in options.items() if value is not None}
 
+    def check(self) -> None:
+        find_slurm()
+
     def run(self, cells: Sequence[Cell]) -> None:
-        check()
         import submitit
 
         executor = submitit.SlurmExecutor(self.folder, max_num_timeout=self.max_num_timeout)
@@ -69,7 +71,7 @@ class Slurm(CellLauncher):
         watch(dict(zip(cells, jobs, strict=True)), array)
 
 
-def check() -> None:
+def find_slurm() -> None:
     """Raises ValueError where there is no Slurm to send jobs to, or nothing to send them with."""
     asked = "hydra/launcher=submitit_slurm"
     try:

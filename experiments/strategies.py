@@ -8,7 +8,10 @@ from typing import Any
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
+from arch.language_model import LanguageModel
 from experiments.config import Trainer
 from experiments.ranks import Group, Place
 
@@ -62,6 +65,18 @@ class Writer(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
         except (OSError, RuntimeError) as error:
             self.fault = error
+
+
+def shard(net: LanguageModel, mesh: DeviceMesh) -> None:
+    """Divide the weights among the processes (FSDP2): a block's are gathered while it runs, the rest at the start."""
+    # Layers that share weights have one block.
+    for block in dict.fromkeys(block for stack in net.stacks for block in stack.blocks):
+        fully_shard(block, mesh=mesh)
+        register_fsdp_forward_method(block, "mix")
+    fully_shard(net, mesh=mesh, reshard_after_forward=False)
+    for name in ("encode", "hidden"):
+        if hasattr(net, name):
+            register_fsdp_forward_method(net, name)
 
 
 def strategy(options: Trainer, group: Group) -> dict[str, Any]:

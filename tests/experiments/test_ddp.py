@@ -16,7 +16,8 @@ from mlflow.tracking import MlflowClient
 
 from experiments import checkpoints, module, ranks
 from experiments.config import Trainer
-from experiments.record import read_status, write_status
+from experiments.record import Description, read_status, write_status
+from experiments.tracking import Tracker
 
 # Rows of 1 to 4 labels, so that the processes have different counts; suites of 7 rows, one more in the first process.
 OPTIONS = (
@@ -99,6 +100,33 @@ def test_a_killed_process_ends_the_run_which_goes_on_with_one(command_line, tmp_
     assert_same(result(folder, read_events), wanted)
 
 
+def test_weights_that_are_divided_train_as_whole_ones(plan_of, tmp_path):
+    """FSDP in one process, whose share is everything; then on from its own checkpoint."""
+    def train(name, strategy, start=None):
+        plan = plan_of("trainer.accelerator=cpu", f"trainer.strategy={strategy}", "trainer.log_every=1")
+        tracker = Tracker(tmp_path / name, Description("x", {}, plan.config, {}, ""), None, start and start.position)
+        with ranks.joined(ranks.Place(0, 1, 0, 0, f"file://{tmp_path}/meeting-{name}-{start is None}")) as group:
+            values = module.train(plan, tracker, lambda line: None, start, group)
+        found = {n: v for n, v in values.items() if not n.startswith("measured/")}
+        return found, checkpoints.newest(tmp_path / name)[0]
+
+    wanted, whole = train("ddp", "ddp")
+    found, last = train("fsdp", "fsdp")
+    assert found == pytest.approx(wanted) and last.content["sharded"] and not whole.content["sharded"]
+    last.path.unlink()
+    again, last = train("fsdp", "fsdp", checkpoints.newest(tmp_path / "fsdp")[0])
+    assert again == pytest.approx(wanted)
+    for name, weight in whole.weights.items():
+        torch.testing.assert_close(last.weights[name], weight, msg=name)
+
+
+def test_a_run_does_not_go_on_from_weights_that_are_divided_otherwise(command_line, tmp_path, alone):
+    folder, _ = alone
+    write_status(folder, replace(read_status(folder), status="RUNNING"))
+    code, out, err = command_line(*OPTIONS, "trainer=fsdp", *TWO[1:], "mlflow=false", tiny=False)
+    assert (code, out) == (2, "") and "is of another trainer than fsdp" in err
+
+
 def test_the_leader_says_what_a_follower_died_of(tmp_path):
     others = ranks.Followers()
     for rank, said in enumerate(["RuntimeError: Connection closed by peer", "ValueError: out of luck"], 1):
@@ -116,7 +144,7 @@ def test_the_leader_says_what_a_follower_died_of(tmp_path):
         ({"strategy": "ddp", "devices": 3}, "batch_size=32 must be a multiple of 3"),
         ({"devices": 2}, "devices=2 and num_nodes=1 need trainer=ddp or fsdp"),
         ({"strategy": "ddp", "devices": None}, "devices=null is every GPU, and there is none"),
-        ({"strategy": "fsdp", "devices": None}, "strategy='fsdp' needs a GPU"),
+        ({"strategy": "fsdp", "devices": None}, "devices=null is every GPU, and there is none"),
         ({"strategy": "ddp", "devices": 0}, "devices=0 must be a whole number of at least 1"),
     ],
 )
