@@ -140,6 +140,8 @@ def unknown(key: str, tree: Mapping[str, Any]) -> str:
             break
         node = node[part]
     prefix = "".join(f"{parent}." for parent in parts[:depth])
+    if parts[:2] == ["model", "mixers"] and parts[3:] == ["causal"] and depth == 3:
+        return f"{prefix[:-1]} {registry.ONE_WAY}"
     # The right name in the wrong place, as lr for optimizer.lr, is nearer than another name in this place.
     same = [path for path in config.flatten(tree) if path.rpartition(".")[2] == parts[-1]]
     allowed = [f"{prefix}{name}" for name in node]
