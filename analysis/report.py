@@ -4,6 +4,7 @@
     python -m analysis.report --sweep NAME             of the runs of one sweep
     python -m analysis.report --format json|csv|md     the same tables, on standard output
     python -m analysis.report --bench runs/bench/TIME  measured times beside them (default: the newest benchmark)
+    python -m analysis.report --influence              which tokens the models depend on, too: it loads one a cell
 
 What was compared, what came out with which certainty, at what cost, and what is missing. Failed and broken runs are
 listed, and two means that cannot be told apart are never ranked without saying so.
@@ -23,7 +24,7 @@ import jinja2
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from analysis import bench, canvas, export, scaling, sheets, tables
+from analysis import bench, canvas, export, publish, scaling, sheets, tables
 from analysis.canvas import Style
 from analysis.comparison import CATCH_UP, LAST, MARGIN, RESOLUTION, Comparison, by_task
 from analysis.pictures import Picture, figures, overview, pictures, styles
@@ -39,7 +40,11 @@ TEMPLATE = Path(__file__).with_name("report.html.j2")
 
 
 def build(
-    records: Records, command: str = "python -m analysis.report", measured: Records | None = None, missing: str = ""
+    records: Records,
+    command: str = "python -m analysis.report",
+    measured: Records | None = None,
+    missing: str = "",
+    influence: bool = False,
 ) -> str:
     """The report as one HTML text that loads nothing from outside.
 
@@ -48,9 +53,10 @@ def build(
         command: what makes this report again.
         measured: those of a benchmark.
         missing: why there are no runs.
+        influence: look at what the models depend on, see `analysis.influence`; seconds a cell.
     """
     records = bench.joined(records, measured) if measured else records
-    return _page(records, by_task(records) if len(records.runs) else [], command, measured, missing)
+    return _page(records, by_task(records) if len(records.runs) else [], command, measured, missing, influence)
 
 
 def headline(records: Records) -> str:
@@ -59,7 +65,12 @@ def headline(records: Records) -> str:
 
 
 def _page(
-    records: Records, comparisons: Sequence[Comparison], command: str, measured: Records | None, missing: str
+    records: Records,
+    comparisons: Sequence[Comparison],
+    command: str,
+    measured: Records | None,
+    missing: str,
+    influence: bool,
 ) -> str:
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
@@ -68,7 +79,8 @@ def _page(
     grown = bench.growth(measured, looks) if measured else None
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         missing=missing,
-        parts=[_part(comparison, looks, number) for number, comparison in enumerate(comparisons)],
+        parts=[_part(comparison, looks, number, influence) for number, comparison in enumerate(comparisons)],
+        influence=influence,
         together=sheets.overview(comparisons),
         overview=[_picture(picture, picture.slug) for picture in overview(comparisons, looks)],
         cells=list(styles(comparisons)),
@@ -91,9 +103,10 @@ def _page(
     )
 
 
-def _part(about: Comparison, looks: Mapping[str, Style], number: int) -> dict[str, Any]:
+def _part(about: Comparison, looks: Mapping[str, Style], number: int, influence: bool) -> dict[str, Any]:
     """What the template says about the runs of one task."""
     common, differing = tables.settings(about.records)
+    maps, unmapped = _influence(about, looks) if influence else ([], [])
     return {
         "about": about,
         "stacks": sorted(set(about.records.runs["stack"].dropna().map(str))),
@@ -104,12 +117,21 @@ def _part(about: Comparison, looks: Mapping[str, Style], number: int) -> dict[st
         "tuning": sheets.tuned(about),
         "left": sheets.left(about),
         "pictures": [_picture(picture, f"{number}-{picture.slug}") for picture in pictures(about, looks)],
+        "maps": [_picture(picture, f"{number}-{picture.slug}") for picture in maps],
+        "unmapped": unmapped,
         "common": common.to_dict("records"),
         "differing": {
             "names": list(differing),
             "rows": [(cell, *map(str, row)) for cell, *row in differing.itertuples()],
         },
     }
+
+
+def _influence(about: Comparison, looks: Mapping[str, Style]) -> tuple[list[Picture], list[str]]:
+    # It reads checkpoints, and so imports what trains.
+    from analysis.influence import section
+
+    return section(about.counted, looks)
 
 
 def _picture(picture: Picture, place: str) -> dict[str, Any]:
@@ -139,6 +161,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--format", default="html", help=f"{', '.join(FORMATS)}; all but html are printed")
     parser.add_argument("--html", type=Path, help="the page to write (default: report.html in the folder of the runs)")
     parser.add_argument("--bench", type=Path, help="records of a benchmark (default: the newest in RUNS/bench)")
+    parser.add_argument("--influence", action="store_true", help="load the models: which tokens do they depend on?")
+    parser.add_argument("--no-mlflow", action="store_true", help="do not put the report of a sweep into MLflow")
     given = parser.parse_args(arguments)
     try:
         said, missing = _make(given)
@@ -165,8 +189,12 @@ def _make(given: argparse.Namespace) -> tuple[str, str]:
         return export.document(given.format, records, _command(given)), missing
     page = given.html or given.runs / "report.html"
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(build(records, _command(given, page, folder), measured, missing), encoding="utf-8")
-    return "\n\n".join(filter(None, (headline(records), f"report: {page}"))), missing
+    command = _command(given, page, folder)
+    page.write_text(build(records, command, measured, missing, given.influence), encoding="utf-8")
+    places = [f"report: {page}"]
+    if given.sweep is not None and not missing and not given.no_mlflow:
+        places += publish.report(given.runs, given.sweep, page)
+    return "\n\n".join(filter(None, (headline(records), "\n".join(places)))), missing
 
 
 def _chosen(records: Records, given: argparse.Namespace) -> tuple[Records, str]:
@@ -185,6 +213,7 @@ def _command(given: argparse.Namespace, page: Path | None = None, folder: Path |
     """What makes this report again."""
     options = ["--runs", str(given.runs), *(["--sweep", given.sweep] if given.sweep is not None else [])]
     options += ["--bench", str(folder)] if folder else []
+    options += ["--influence"] if given.influence else []
     options += ["--html", str(page)] if page else ["--format", given.format]
     return shlex.join(["python", "-m", "analysis.report", *options])
 
