@@ -24,7 +24,7 @@ import jinja2
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from analysis import bench, canvas, export, publish, sheets, tables
+from analysis import bench, canvas, export, publish, scaling, sheets, tables
 from analysis.canvas import Style
 from analysis.comparison import CATCH_UP, LAST, MARGIN, RESOLUTION, Comparison, by_task
 from analysis.pictures import Picture, figures, overview, pictures, styles
@@ -75,13 +75,15 @@ def _page(
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    looks, grown = styles(comparisons), bench.growth(measured) if measured else None
+    looks = styles(comparisons, scaling.cells(measured).runs if measured else None)
+    grown = bench.growth(measured, looks) if measured else None
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         missing=missing,
         parts=[_part(comparison, looks, number, influence) for number, comparison in enumerate(comparisons)],
         influence=influence,
         together=sheets.overview(comparisons),
         overview=[_picture(picture, picture.slug) for picture in overview(comparisons, looks)],
+        cells=list(styles(comparisons)),
         swatches={cell: Markup(canvas.swatch(look)) for cell, look in looks.items()},
         runs=len(records.runs),
         unstarted=records.unstarted.to_dict("records"),
@@ -112,7 +114,7 @@ def _part(about: Comparison, looks: Mapping[str, Style], number: int, influence:
         "cells": sheets.cells(about),
         "to_best": sheets.to_best(about),
         "pairs": sheets.pairs(about),
-        "tuning": sheets.tuning(about),
+        "tuning": sheets.tuned(about),
         "left": sheets.left(about),
         "pictures": [_picture(picture, f"{number}-{picture.slug}") for picture in pictures(about, looks)],
         "maps": [_picture(picture, f"{number}-{picture.slug}") for picture in maps],
@@ -180,7 +182,7 @@ def _make(given: argparse.Namespace) -> tuple[str, str]:
     if given.html and given.format != "html":
         raise ValueError(f"--html={given.html} is for a page, and --format={given.format} is printed: leave one out")
     records, missing = _chosen(load(given.runs), given)
-    folder = given.bench or bench.newest(given.runs)
+    folder = given.bench or bench.newest(given.runs, records)
     measured = bench.read(folder) if folder else None
     if given.format != "html":
         records = bench.joined(records, measured) if measured else records

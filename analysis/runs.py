@@ -76,8 +76,8 @@ def load(folder: str | Path) -> Records:
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"runs={folder} is not a folder; it is made by the first python -m experiments.train")
-    paths = [path for path in sorted(folder.iterdir()) if any((path / name).is_file() for name in _FILES)]
-    found = [record for record in map(_read, paths) if not record.trial]
+    found = [_read(path) for path in sorted(folder.iterdir()) if any((path / name).is_file() for name in _FILES)]
+    found = [record for record in found if not record.trial]
     params = tuple(dict.fromkeys((*_PARAMS, *(name for record in found for name in record.params))))
     names = [record.facts["run"] for record in found]
     curves = [record.points.assign(run=name) for name, record in zip(names, found, strict=True) if len(record.points)]

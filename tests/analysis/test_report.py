@@ -326,13 +326,13 @@ def test_trials_of_tuning_are_no_results_but_their_cost_is_told(write, runs):
               "scores": [[0.001, 2.0], [0.01, 1.0]], "runs": ["a", "b", "c", "d"], "tokens": 8000, "flops": 3.6e9,
               "seconds": 50.4}  # fmt: skip
     (write("mha", 0) / "tuning.json").write_text(json.dumps(chosen))
-    (write("linear", 0) / "tuning.json").write_text('{"lr": 0.1}')
+    write("linear", 0)
     trial = write("mha", 100, params={"lr": 0.001}) / "status.json"
     trial.write_text(json.dumps(json.loads(trial.read_text()) | {"trial": True}))
     (about,) = by_task(load(runs))
     assert sorted(about.cells) == ["linear", "mha"] and len(about.records.runs) == 2
-    assert sheets.tuning(about).rows == [
-        ["mha", "0.01 (the highest tried)", "2", "4", "validation loss, seeds 100, 101", "8,000", "3.6 G", "50"]
+    assert sheets.tuned(about).rows == [
+        ["mha", "0.01", "2", "4", "validation loss, seeds 100, 101", "8,000", "3.6 G", "50"]
     ]
     assert "Cost of tuning" in text(runs)
 
