@@ -127,7 +127,7 @@ class Mirror:
         except Exception as error:
             self._give_up(error)
         else:
-            sweep.refresh(self.client, self.experiment, self._sweeps())
+            sweep.refresh(self.uri, self._sweeps())
 
     def upload(self) -> int:
         """Send all that MLflow lacks of the record, and return how many points that were.

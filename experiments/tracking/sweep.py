@@ -34,11 +34,11 @@ def search(sweep: str, task: str | None = None) -> str:
     return " AND ".join([*words, *([f"params.task = '{task}'"] if task else [])])
 
 
-def refresh(client: Any, experiment: str, sweeps: Iterable[str]) -> None:
+def refresh(uri: str, sweeps: Iterable[str]) -> None:
     """Bring the views of sweeps up to what their runs have; trouble is said once and harms no run."""
     try:
         for sweep in sweeps:
-            show(client, experiment, sweep)
+            show(*connect(uri), sweep)
     except Exception as error:
         warn_once(error)
 
@@ -121,7 +121,7 @@ def publish(uri: str, sweep: str, folder: Path) -> str:
     _clear(client.get_run(run_id).info.artifact_uri, uri)
     client.log_artifacts(run_id, str(folder))
     client.set_terminated(run_id)
-    refresh(client, experiment, [sweep])
+    refresh(uri, [sweep])
     return f"{base(uri)}/#/experiments/{experiment}/runs/{run_id}/artifacts/report.html"
 
 
