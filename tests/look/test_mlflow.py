@@ -42,7 +42,8 @@ def server(uri):
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
                "--backend-store-uri", uri]
-    with subprocess.Popen(command, env=os.environ | ui.QUIET, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as one:
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, env=os.environ | ui.QUIET, **silent) as one:
         try:
             _wait(f"http://127.0.0.1:{port}/health", one)
             yield f"http://127.0.0.1:{port}"
@@ -107,7 +108,7 @@ def test_the_report_opens_from_its_run(look, server, uri, runs, shots):
     with look(f"{server}/#/experiments/1/runs/{run.info.run_id}/artifacts/report.html", 1700, 1200) as seen:
         seen.page.wait_for_selector("iframe")
         frame = seen.page.frame_locator("iframe").first
-        frame.locator(".js-plotly-plot").first.wait_for(timeout=SLOW)
+        frame.locator(".js-plotly-plot").first.wait_for()
         seen.page.screenshot(path=shots / "mlflow-report.png")
         assert "mha + linear" in frame.locator("body").inner_text()
         assert "pictures" in seen.page.inner_text("body")
