@@ -79,6 +79,8 @@ class CellLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         setup_globals()
+        if self.config.hydra.job.config_name != "train":
+            raise ValueError("hydra/launcher: only experiments.train sends its runs elsewhere")
         self.check()
         cells = [self.cell(self, initial_job_idx + i, overrides) for i, overrides in enumerate(job_overrides)]
         self.run(cells)
