@@ -43,7 +43,7 @@ class Foreman(Callback):
         except ValueError as error:
             raise Refused(str(error)) from None
         grids.begin(grid)
-        print(f"{len(grid.jobs)} runs; how far they are, elsewhere: {grid.control('status')}", flush=True)
+        print(f"grid of {len(grid.jobs) or 'many'} runs; elsewhere: {grid.control('status')}", flush=True)
         if "submitit" in config.hydra.launcher._target_:
             # What its jobs say is in their logs.
             threading.Thread(target=_tell, args=(grid,), daemon=True).start()
