@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from experiments import config, grids, resume, trials
 from experiments.environment import code, environment
 from experiments.outcomes import Grid, Outcome, headline, outcomes
-from experiments.record import Description, lock, read_status, write
+from experiments.record import Description, discard, lock, read_status, write
 from experiments.signals import Terminated
 from experiments.tracking import Tracker, address, catch_up, join_sweep
 from mixers import registry
@@ -48,7 +48,10 @@ def execute(
     """
     try:
         plan = _plan(tree, overrides)
-        plan = _tuned(plan, overrides, grid) if plan.search.method else plan
+        if plan.search.method:
+            plan = _tuned(plan, overrides, grid)
+            # From an earlier try, of which no trial came to anything.
+            discard(_refused(tree))
         outcome = _locked(plan, command)
         told = f"; {plan.choice.brief}" if plan.choice and outcome.good else ""
         return replace(outcome, text=outcome.text + told)
@@ -230,11 +233,11 @@ def _end(plan: config.Plan, tracker: Tracker, outcome: str, text: str, log: str 
 
 
 def _refuse(tree: Mapping[str, Any], command: str, error: Exception) -> Outcome:
-    """The record of a cell whose options are wrong; they may be of any type."""
-    semantic = {name: tree[name] for name in tree if name not in ("runs", "sweep", "mlflow", "rerun", "resume", "tune")}
+    """The record of a cell whose options are wrong, and may be of any type, or that has no learning rate."""
+    semantic, folder = _semantic(tree), _refused(tree)
     model, task = (node if isinstance(node := tree.get(name), Mapping) else {} for name in ("model", "task"))
     layout, seed, sweep, runs = model.get("layout"), tree.get("seed"), tree.get("sweep"), str(tree.get("runs"))
-    label, folder = str(config.label(tree.get("stack"), layout)), Path(runs) / config.key(semantic)
+    label = str(config.label(tree.get("stack"), layout))
     params = {"stack": label, "layout": layout, "task": task.get("name"), "seed": seed}
     reason, sweep = f"{type(error).__name__}: {error}", sweep if isinstance(sweep, str) else None
     about = Description(label, params, config.plain(semantic), environment({}), command, sweep, folder.name)
@@ -247,6 +250,16 @@ def _refuse(tree: Mapping[str, Any], command: str, error: Exception) -> Outcome:
         where = ""
     print(f"{label} seed {seed}: FAILED: {reason}{where}", flush=True)
     return Outcome(label, str(task.get("name")), seed, "failed", reason, str(folder))
+
+
+def _semantic(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides the result of a config that was not checked."""
+    return {name: tree[name] for name in tree if name not in ("runs", "sweep", "mlflow", "rerun", "resume", "tune")}
+
+
+def _refused(tree: Mapping[str, Any]) -> Path:
+    """The folder of the record of a config that was not run."""
+    return Path(str(tree.get("runs"))) / config.key(_semantic(tree))
 
 
 def _possible_address(runs: str, wanted: Any) -> str | None:
