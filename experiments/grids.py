@@ -84,6 +84,14 @@ def begin(grid: Grid) -> None:
     write(grid.folder / "grid.json", json.dumps(asdict(grid) | {"folder": str(grid.folder)}, indent=1))
 
 
+def forget(folder: Path) -> None:
+    """A grid that a mistake has ended before any job started was none."""
+    record = folder / "grid.json"
+    # There may be no folder, or a file in its place.
+    if record.exists() and not started(folder):
+        record.unlink()
+
+
 def start(folder: Path, number: int) -> Started:
     """Write down that this process now runs a job."""
     begun = Started(number, Process.this(), time.time(), _slurm_id() if read(folder).slurm else None)

@@ -37,6 +37,8 @@ def _cell(composed: DictConfig, grid: Path, number: int) -> None:
     """One job of a grid, in whatever process."""
     if grids.cancelled(grid):
         return
+    if number == 0:
+        print(foreman.opening(grid), flush=True)
     begun = grids.start(grid, number)
     try:
         # A launcher's processes have no handler of ours.
@@ -79,6 +81,8 @@ def main() -> int:
         code = 143
     except foreman.Refused as error:
         code = cli.fail(str(error))
+    if Grid.folder and code == 2:
+        grids.forget(Grid.folder)
     outcomes = Grid.outcomes()
     if outcomes:
         print(f"\n{table(outcomes)}", flush=True)
