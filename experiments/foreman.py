@@ -45,7 +45,7 @@ class Foreman(Callback):
             raise Refused(str(error)) from None
         except OSError as error:
             raise Refused(f"{error.filename}: {error.strerror}; runs=FOLDER chooses another folder") from None
-        if "submitit" in config.hydra.launcher._target_:
+        if grid.slurm:
             # What its jobs say is in their logs.
             threading.Thread(target=_tell, args=(grid,), daemon=True).start()
 
@@ -53,8 +53,8 @@ class Foreman(Callback):
 def describe(config: DictConfig, search: Search) -> Grid:
     """The grid that is about to start, of its config with Hydra's node."""
     hydra, slurm = config.hydra, None
-    if hydra.launcher._target_.endswith(".SlurmLauncher"):
-        slurm = str(Path(hydra.launcher.submitit_folder).parent.absolute())
+    if hydra.launcher._target_.endswith(".Slurm"):
+        slurm = str(Path(hydra.launcher.folder).absolute())
     ours = {name: value for name, value in os.environ.items() if name.startswith("MIXERLAB_")}
     sweep, jobs = config.get("sweep"), _jobs(hydra)
     # A cell is a job without its seed.

@@ -24,7 +24,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from experiments import grids, slurm
+from experiments import grids, slurm_queue
 from experiments.grids import Grid
 from experiments.progress import BAD, Job, Progress, progress
 
@@ -153,9 +153,9 @@ def _cancel(grid: Grid) -> int:
         print(f"{grid.name}: nothing runs")
         return 0
     grids.cancel(grid.folder)
-    queued = slurm.queue(grid.slurm)
+    queued = slurm_queue.queue(grid.slurm)
     if queued:
-        slurm.cancel(queued)
+        slurm_queue.cancel(queued)
     _terminate(grid)
     until = time.monotonic() + PATIENCE
     while (now := progress(grid)).active or grid.process.alive:

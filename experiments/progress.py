@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from experiments import grids, slurm
+from experiments import grids, slurm_queue
 from experiments.grids import Grid, Started
 from experiments.outcomes import Outcome, outcomes
 from experiments.record import read_events
@@ -111,7 +111,7 @@ def progress(grid: Grid) -> Progress:
     """The grid now."""
     begun, ended, trials = grids.started(grid.folder), outcomes(grid.folder), outcomes(grid.folder, "trials")
     results = {outcome.job: outcome for outcome in ended}
-    queue = slurm.queue(grid.slurm)
+    queue = slurm_queue.queue(grid.slurm)
     words = grid.jobs or [[] for _ in range(max([-1, *begun]) + 1)]
     alive = {number: number not in results and _runs(job, queue) for number, job in begun.items()}
     leads = grid.process.alive is not False or any(alive.values()) or bool(queue)

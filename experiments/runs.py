@@ -95,7 +95,7 @@ def _tuned(plan: config.Plan, overrides: Sequence[str], grid: Path | None) -> co
 
     def run(trial: config.Plan) -> None:
         own = [f"seed={trial.settings.seed}", f"optimizer.lr={trial.optimizer.lr}"]
-        note(_run(trial, trial.folder, repeat([*words, *own])))
+        note(_run(trial, trial.folder, command([*words, *own])))
 
     def settled(trial: config.Plan) -> bool:
         status = read_status(trial.folder)
@@ -114,7 +114,7 @@ def _tuned(plan: config.Plan, overrides: Sequence[str], grid: Path | None) -> co
     return tuned
 
 
-def repeat(overrides: Sequence[str]) -> str:
+def command(overrides: Sequence[str]) -> str:
     """The command that repeats one run."""
     # An experiment's file may ask for a grid.
     single = ["hydra.mode=RUN"] if any(override.startswith("+experiment=") for override in overrides) else []

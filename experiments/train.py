@@ -58,7 +58,7 @@ def _cell(composed: DictConfig, grid: Path, number: int) -> None:
 def _execute(composed: DictConfig, grid: Path | None = None) -> Outcome:
     words = list(HydraConfig.get().overrides.task)
     tree = OmegaConf.to_container(composed)
-    return runs.execute(tree, runs.repeat(words), alone=grid is None, overrides=words, grid=grid)
+    return runs.execute(tree, runs.command(words), alone=grid is None, overrides=words, grid=grid)
 
 
 def _start() -> None:

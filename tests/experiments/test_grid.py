@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from experiments import checkpoints, grid, grids, progress, record, slurm
+from experiments import checkpoints, grid, grids, progress, record, slurm_queue
 from experiments.grids import Grid, Started
 from experiments.outcomes import Grid as Ended
 from experiments.outcomes import Outcome
@@ -103,9 +103,9 @@ def test_of_another_machine_slurm_knows(make, monkeypatch):
     starts(mine, 0, far, slurm="7_0")
     starts(mine, 1, far, slurm="7_1")
     ends(mine, 3, "finished")
-    monkeypatch.setattr(slurm, "queue", lambda folder: {"7_1", "7_2"})
+    monkeypatch.setattr(slurm_queue, "queue", lambda folder: {"7_1", "7_2"})
     assert states(mine) == ["interrupted", "running", "waiting", "finished"]
-    monkeypatch.setattr(slurm, "queue", lambda folder: None)
+    monkeypatch.setattr(slurm_queue, "queue", lambda folder: None)
     assert states(mine) == ["running", "running", "waiting", "finished"]
 
 
@@ -126,7 +126,7 @@ def test_only_jobs_that_were_submitted_from_the_grids_folder_are_ended(make, fak
     submitted = fake_slurm / "runs" / ".grids" / "2030-01-01_00-00-00" / ".submitit"
     (fake_slurm / "queue").write_text(f"7_0 {submitted}/a.sh\n8 /elsewhere/a.sh\n7_1 {submitted}/a.sh\n9\n")
     mine = make(slurm=str(submitted))
-    assert slurm.queue(mine.slurm) == {"7_0", "7_1"} and slurm.queue(None) is None
+    assert slurm_queue.queue(mine.slurm) == {"7_0", "7_1"} and slurm_queue.queue(None) is None
     assert states(mine) == ["waiting"] * 4
     code, out, _ = command("cancel")
     assert code == 0 and out.startswith("mine (cancelled): 0 of 4 done, 4 not started")
