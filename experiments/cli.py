@@ -17,7 +17,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from experiments import config, tasks
+from experiments import config, launchers, tasks
 from mixers import registry
 from mixers.options import nearest
 
@@ -120,7 +120,8 @@ def explain(error: Exception, arguments: Sequence[str], name: str) -> str:
         choice = f"{match[1]}={_value(match[1], arguments)}"
         return f"{choice} is written with a plus: +{choice}"
     if match := re.search(r"Could not (?:override|delete from config\.) '([^']+)'", text):
-        return unknown(match[1], _base(arguments, name))
+        base = _launcher(arguments, name) if match[1].startswith("hydra.") else _base(arguments, name)
+        return unknown(match[1], base)
     if match := re.search(r"Could not append to config\. An item is already at '([^']+)'", text):
         return f"{match[1]} exists: write {match[1]}=VALUE, without the plus"
     if match := re.search(r"(?:Ambiguous value for argument|Sweep parameters) '([^']+)'", text):
@@ -157,6 +158,14 @@ def _base(arguments: Sequence[str], name: str) -> Mapping[str, Any]:
         return composed(name, groups)
     except HydraException:
         return composed(name, [])
+
+
+def _launcher(arguments: Sequence[str], name: str) -> Mapping[str, Any]:
+    """The options of Hydra itself under the chosen launcher."""
+    groups = [a for a in arguments if a.startswith("hydra/launcher=")]
+    with initialize_config_module("conf", version_base="1.3"):
+        tree = compose(_config(name), overrides=groups, return_hydra_config=True)
+    return {"hydra": OmegaConf.to_container(tree.hydra)}
 
 
 def composed(name: str, overrides: Sequence[str]) -> dict[str, Any]:
@@ -245,6 +254,7 @@ _PAGES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 def register(name: str) -> None:
     """Put into Hydra's store what comes from code: the stacks and mixers, and our page for `--help`."""
     config.register()
+    launchers.register()
     name = _config(name)
     # Made of the configs and the registry, so it cannot be out of date. Hydra fills in $names.
     node = {"app_name": name, "header": "", "footer": "", "template": help_page(name).replace("$", "$$")}

@@ -85,15 +85,18 @@ class Trainer:
     backend: str = "auto"
     threads: int | None = None
     workers: int = 0
+    strategy: Literal["single", "ddp", "fsdp"] = "single"
+    devices: int | None = 1
+    num_nodes: int = 1
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.tokens is None):
             advice = "trainer.steps=N trainer.tokens=null, or trainer.tokens=N trainer.steps=null"
             raise ValueError(f"trainer: steps={self.steps} and tokens={self.tokens}: set exactly one of them: {advice}")
-        for name in ("steps", "tokens", "patience", "checkpoint_every", "keep_checkpoints", "threads"):
+        for name in ("steps", "tokens", "patience", "checkpoint_every", "keep_checkpoints", "threads", "devices"):
             if getattr(self, name) is not None:
                 at_least(f"trainer: {name}", getattr(self, name), 1)
-        for name in ("batch_size", "accumulate", "validate_every", "log_every"):
+        for name in ("batch_size", "accumulate", "validate_every", "log_every", "num_nodes"):
             at_least(f"trainer: {name}", getattr(self, name), 1)
         at_least("trainer: workers", self.workers, 0)
         if not self.monitor.startswith("val/"):
@@ -106,11 +109,40 @@ class Trainer:
             raise ValueError("trainer: precision='16-mixed' needs a GPU; on a CPU: 32, 64 or bf16-mixed")
         if self.accelerator == "gpu" and not torch.cuda.is_available():
             raise ValueError("trainer: accelerator='gpu', but torch sees no GPU here; allowed: auto, cpu")
+        self._check_processes()
+
+    def _check_processes(self) -> None:
+        gpus = torch.cuda.device_count() if self.device == "cuda" else 0
+        if self.devices is None and not gpus:
+            raise ValueError("trainer: devices=null is every GPU, and there is none to use here: set trainer.devices=2")
+        if gpus and self.devices_per_node > gpus:
+            raise ValueError(f"trainer: devices={self.devices} must be at most {gpus}, the GPUs that torch sees here")
+        if self.strategy == "single" and self.ranks > 1:
+            raise ValueError(f"trainer: devices={self.devices} and num_nodes={self.num_nodes} need trainer=ddp or fsdp")
+        if self.batch_size % self.ranks:
+            raise ValueError(
+                f"trainer: batch_size={self.batch_size} must be a multiple of {self.ranks}, the processes that share it"
+            )
+
+    @property
+    def devices_per_node(self) -> int:
+        """Processes on a node: the devices asked for, or all GPUs."""
+        return self.devices or torch.cuda.device_count()
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the run, on all nodes."""
+        return self.devices_per_node * self.num_nodes
+
+    @property
+    def sharded(self) -> bool:
+        """Has each process a share of the weights?"""
+        return self.strategy == "fsdp" and self.ranks > 1
 
     @property
     def cpu_threads(self) -> int:
-        """The threads asked for; by default what torch takes by itself (all cores, or OMP_NUM_THREADS)."""
-        return self.threads or _ALL_THREADS
+        """Threads of a process: those asked for, or its share of what torch takes (all cores, or OMP_NUM_THREADS)."""
+        return self.threads or max(1, _ALL_THREADS // self.devices_per_node)
 
     @property
     def device(self) -> str:
@@ -151,7 +183,8 @@ class Plan:
         return replace(self._at(choice.lr, self.settings.seed), choice=choice)
 
     def _at(self, lr: float, seed: int) -> Plan:
-        settings = replace(self.settings, seed=seed, optimizer=self.settings.optimizer | {"lr": lr})
+        # Who trains by these settings has nothing to choose.
+        settings = replace(self.settings, seed=seed, optimizer=self.settings.optimizer | {"lr": lr}, tune={})
         return replace(self, settings=settings, optimizer=replace(self.optimizer, lr=lr))
 
     @property

@@ -17,10 +17,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments import config, grids, resume, trials
+from experiments import config, grids, ranks, resume, trials
 from experiments.environment import code, environment
 from experiments.outcomes import Grid, Outcome, headline, outcomes
-from experiments.record import Description, discard, lock, read_status, write
+from experiments.record import Description, discard, lock, read_status, write, write_status
 from experiments.signals import Terminated
 from experiments.tracking import Tracker, address, catch_up, join_sweep
 from mixers import registry
@@ -35,8 +35,10 @@ class ConfigError(ValueError):
 
 def execute(
     tree: Mapping[str, Any], command: str, *, alone: bool, overrides: Sequence[str] = (), grid: Path | None = None
-) -> Outcome:
+) -> Outcome | None:
     """Run one composed config, in plain containers. Whatever happens in the run ends in its outcome.
+
+    Of the processes that torchrun or srun has started for one run, only the first has an outcome.
 
     Args:
         command: repeats this run.
@@ -46,9 +48,35 @@ def execute(
     Raises:
         ConfigError: wrong options of a run alone, or a runs folder that cannot be written.
     """
+    place = ranks.started() if _several(tree) else None
+    if place and place.rank:
+        return ranks.follow(place)
+    with ranks.leading(place):
+        return _lead(tree, command, alone, overrides, grid, place)
+
+
+def follows(tree: Mapping[str, Any]) -> bool:
+    """Does another process lead this one, of those that torchrun or srun has started for one run?"""
+    place = ranks.started() if _several(tree) else None
+    return bool(place and place.rank)
+
+
+def _several(tree: Mapping[str, Any]) -> bool:
+    """Is the run for several processes? Its options may be of any type."""
+    trainer = tree.get("trainer")
+    return isinstance(trainer, Mapping) and trainer.get("strategy", "single") != "single"
+
+
+def _lead(
+    tree: Mapping[str, Any], command: str, alone: bool, overrides: Sequence[str], grid: Path | None,
+    place: ranks.Place | None,
+) -> Outcome:
     try:
         plan = _plan(tree, overrides)
+        ranks.check(plan.trainer, place)
         if plan.search.method:
+            if place:
+                raise ValueError("tune makes several runs, and torchrun or srun has started processes for one")
             plan = _tuned(plan, overrides, grid)
             # From an earlier try, of which no trial came to anything.
             discard(_refused(tree))
@@ -183,9 +211,11 @@ def _run(plan: config.Plan, folder: Path, command: str) -> Outcome:
         # Lightning takes seconds to import: `--help` and skipped runs do without.
         from experiments import module
 
-        print(f"{_name(plan)}: {_opening(plan, start)}", flush=True)
+        name = _name(plan)
+        print(f"{name}: {_opening(plan, start)}", flush=True)
         try:
-            values = module.train(plan, tracker, lambda line: print(f"{_name(plan)}: {line}", flush=True), start)
+            with ranks.led(plan, start and start.path, folder) as group:
+                values = module.train(plan, tracker, lambda line: print(f"{name}: {line}", flush=True), start, group)
         except module.Diverged as error:
             return _end(plan, tracker, "DIVERGED", str(error))
         return _end(plan, tracker, "FINISHED", headline(values))
@@ -202,7 +232,7 @@ def _start(plan: config.Plan, folder: Path) -> Checkpoint | None:
     """Where an earlier try of this run stopped; None: from the beginning.
 
     Raises:
-        ValueError: there is a checkpoint of another config, or of other weights.
+        ValueError: there is a checkpoint of another config, of other weights, or of weights divided otherwise.
     """
     status = read_status(folder)
     if status is None or _again(plan, folder):
@@ -215,6 +245,10 @@ def _start(plan: config.Plan, folder: Path) -> Checkpoint | None:
     wrong = start and checkpoints.misfit(start, plan.skeleton)
     if wrong:
         raise ValueError(f"the code has changed since {folder} was interrupted: {wrong}; rerun=always starts it anew")
+    if start and start.content.get("sharded", False) != plan.trainer.sharded:
+        # The optimiser's state is in another order, and would be taken for that of other weights.
+        made = "trainer=fsdp" if start.content["sharded"] else "another trainer than fsdp"
+        raise ValueError(f"{start.path} is of {made}: go on with that, or rerun=always starts the run anew")
     return start
 
 
@@ -262,6 +296,41 @@ def _refused(tree: Mapping[str, Any]) -> Path:
     return Path(str(tree.get("runs"))) / config.key(_semantic(tree))
 
 
+def lost(tree: Mapping[str, Any], said: str, reason: str, *, overrides: Sequence[str] = ()) -> Outcome:
+    """The outcome of a run whose process ended without one; its record says so, unless that has its end already.
+
+    Args:
+        said: the command that repeats the run.
+    """
+    try:
+        plan = _plan(tree, overrides)
+        if plan.search.method:
+            # Which of its runs it was, nobody has said.
+            return _refuse(tree, said, trials.NoRate(reason))
+        folder = plan.folder
+        with lock(folder) as free:
+            settled = _settled(plan, folder) if free else None
+            if settled is None and free:
+                _close(plan, folder, said, reason)
+    except ValueError as error:
+        return _refuse(tree, said, error)
+    if settled:
+        return settled
+    print(f"{_name(plan)}: FAILED: {reason} ({folder})", flush=True)
+    return _outcome(plan, folder, "failed", reason)
+
+
+def _close(plan: config.Plan, folder: Path, said: str, reason: str) -> None:
+    """Say in the record, and in MLflow, that the run has failed; what it has so far is kept, to go on from."""
+    status, uri = read_status(folder), _address(plan)
+    if status is None:
+        _tracker(plan, folder, said, None).finish("FAILED", reason)
+    elif status.status == "RUNNING":
+        write_status(folder, replace(status, status="FAILED", reason=reason, owner=None, behind=uri is not None))
+        if uri:
+            catch_up(folder, uri)
+
+
 def _possible_address(runs: str, wanted: Any) -> str | None:
     """The database or server of a run whose options may be wrong; None where they name none."""
     try:
@@ -272,8 +341,8 @@ def _possible_address(runs: str, wanted: Any) -> str | None:
 
 def _tracker(plan: config.Plan, folder: Path, command: str, start: Checkpoint | None) -> Tracker:
     apart = {name: value for name, value in asdict(plan.trainer).items() if name not in plan.config["trainer"]}
-    machine = apart | {"threads": plan.trainer.cpu_threads, "device": plan.trainer.device, "device_count": 1,
-                       "precision": plan.trainer.precision, "code": _code(plan)}
+    machine = apart | {"threads": plan.trainer.cpu_threads, "device": plan.trainer.device,
+                       "device_count": plan.trainer.ranks, "precision": plan.trainer.precision, "code": _code(plan)}
     params, sweep = config.plain(plan.params), plan.settings.sweep
     tuning = plan.choice and plan.choice.record
     about = Description(plan.label, params, plan.config, environment(machine), command, sweep, plan.key, plan.is_trial,

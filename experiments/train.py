@@ -27,7 +27,9 @@ def _job(composed: DictConfig) -> None:
         if settings.mode == RunMode.MULTIRUN:
             _cell(composed, Path(settings.sweep.dir), settings.job.num)
         else:
-            _alone.append(_execute(composed))
+            _refuse_launcher(settings.runtime.choices["hydra/launcher"])
+            outcome = _execute(composed)
+            _alone.extend([outcome] if outcome else [])
     except runs.ConfigError as error:
         # Hydra would print a line of its own above ours.
         _mistakes.append(error)
@@ -36,6 +38,9 @@ def _job(composed: DictConfig) -> None:
 def _cell(composed: DictConfig, grid: Path, number: int) -> None:
     """One job of a grid, in whatever process."""
     if grids.cancelled(grid):
+        return
+    if runs.follows(OmegaConf.to_container(composed)):
+        _execute(composed, grid)
         return
     if number == 0:
         print(foreman.opening(grid), flush=True)
@@ -55,10 +60,15 @@ def _cell(composed: DictConfig, grid: Path, number: int) -> None:
     print(foreman.line(grid), flush=True)
 
 
-def _execute(composed: DictConfig, grid: Path | None = None) -> Outcome:
+def _execute(composed: DictConfig, grid: Path | None = None) -> Outcome | None:
     words = list(HydraConfig.get().overrides.task)
     tree = OmegaConf.to_container(composed)
     return runs.execute(tree, runs.command(words), alone=grid is None, overrides=words, grid=grid)
+
+
+def _refuse_launcher(name: str) -> None:
+    if name != "basic":
+        raise runs.ConfigError(f"hydra/launcher={name} is for grids: it needs -m; a single run is started here")
 
 
 def _start() -> None:
