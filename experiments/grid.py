@@ -52,7 +52,7 @@ def main() -> int:
         if given.verb == "status":
             return _watch(grid) if given.watch else _status(grid)
         return {"retry": _retry, "cancel": _cancel}[given.verb](grid)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

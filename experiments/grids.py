@@ -15,6 +15,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -144,17 +145,25 @@ def find(runs: Path, name: str | None) -> Grid:
     Raises:
         ValueError: there is none.
     """
-    # Folders are named after the time.
-    found = [read(path.parent) for path in sorted(runs.glob(".grids/*/grid.json"), reverse=True)]
+    if name and (runs / ".grids" / name / "grid.json").exists():
+        return read(runs / ".grids" / name)
+    found = _all(runs)
     if not found:
         raise ValueError(f"runs={str(runs)!r} has no grid; python -m experiments.train -m ... starts one")
-    if name is None:
-        return found[0]
     for grid in found:
-        if name in (grid.sweep, grid.folder.name):
+        if name in (None, grid.sweep):
             return grid
     known = list(dict.fromkeys(grid.name for grid in found))
     raise ValueError(f"{name!r} is no grid{nearest(name, known)}; in runs={str(runs)!r} are: {', '.join(known)}")
+
+
+def _all(runs: Path) -> list[Grid]:
+    """The grids that can be read, the newest first: folders are named after the time."""
+    found = []
+    for path in sorted(runs.glob(".grids/*/grid.json"), reverse=True):
+        with suppress(ValueError):
+            found.append(read(path.parent))
+    return found
 
 
 def _slurm_id() -> str | None:
