@@ -23,7 +23,7 @@ from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
 from hydra.plugins.launcher import Launcher
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from experiments import runs
+from experiments import grids, runs
 from experiments.outcomes import Grid
 from experiments.signals import Terminated, on_terminate
 from experiments.tasks.base import at_least
@@ -64,6 +64,8 @@ class Cell:
         words = list(config.hydra.overrides.task)
         with open_dict(config):
             folder = Path(config.pop("hydra").sweep.dir)
+        if grids.cancelled(folder):
+            return
         tree = OmegaConf.to_container(config)
         outcome = runs.lost(tree, runs.command(words), reason, overrides=words)
         Grid.add(folder, replace(outcome, job=self.number))

@@ -206,6 +206,11 @@ def test_rates_that_diverge_lose_and_where_all_do_the_run_says_so(command_line, 
     code, out, _ = command_line(*tune, "-m", "seed=0,1", "tune.values=[1e30,1e31]")
     assert code == 1
     assert out.count("all 2 trials of tuning came to nothing: ") == 4 and "not finite" in out
+    reported = load(tmp_path / "runs").runs
+    assert sorted(reported["status"]) == ["FAILED", "FAILED", "FINISHED"]
+    # At last there is a rate: what is on record of the failure goes.
+    command_line(*tune, "seed=1", "tune.values=[1e30,1e-3]")
+    assert sorted(load(tmp_path / "runs").runs["status"]) == ["FAILED", "FINISHED", "FINISHED"]
     assert "0 finished, 0 skipped, 2 failed, 0 diverged" in out
 
 
