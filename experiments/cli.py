@@ -195,6 +195,8 @@ Train a stack of sequence mixers on a task, or a grid of stacks, and log quality
         stacks of your own; a layout with spaces stands in quotes
     python -m experiments.train -m +experiment=quickstart
         a grid kept in a file of conf/experiment
+    python -m experiments.train -m +experiment=quickstart hydra/launcher=joblib
+        several runs at a time; submitit_slurm: on a cluster, see docs/cluster.md
     python -m experiments.train -m stack=mha,gqa match.metric=parameters match.target=1.0e6 match.knob=model.mlp_width
         equal budgets: the knob is set so that every run has the target within 1% (stack:gqa: what gqa has)
     python -m experiments.train -m stack=mha,linear seed=0,1,2 tune=lr 'tune.values=[1e-3,3e-3,1e-2]'
@@ -243,7 +245,7 @@ MIXERLAB_PLUGINS=FILE.py adds mixers of your own
 _PAGES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "train": (
         _TRAIN,
-        ("model", "task", "optimizer", "trainer", "tune", "experiment"),
+        ("model", "task", "optimizer", "trainer", "tune", "experiment", "hydra/launcher"),
         ("model/language_model", "model/encoder_decoder", *(f"task/{task}" for task in tasks.names()),
          "optimizer/adamw", "trainer/default", "match/default", "tune/lr", "tune/optuna_lr"),
     ),

@@ -81,6 +81,8 @@ class CellLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         setup_globals()
+        if self.config.hydra.job.config_name != "train":
+            raise ValueError("hydra/launcher: only experiments.train sends its runs elsewhere")
         cells = [self.cell(self, initial_job_idx + i, overrides) for i, overrides in enumerate(job_overrides)]
         self.run(cells)
         # Hydra wants something of each; the outcomes are in the grid's folder.
