@@ -7,13 +7,14 @@ import json
 import math
 import shlex
 import threading
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from mlflow.tracking import MlflowClient
 
 from analysis.runs import load
-from experiments import module, trials
+from experiments import cli, config, module, runs, trials
 from experiments.outcomes import outcomes
 from experiments.record import lock, read_status
 from experiments.signals import Terminated
@@ -120,6 +121,21 @@ def test_trials_of_other_jobs_are_waited_for_and_not_made_twice(tmp_path, monkey
     trials.complete(mine, run, lambda trial: any(name[0] == trial.folder.name for name in done))
     worker.join()
     assert done == ["b", "c", "a of the other"]
+
+
+def test_other_processes_of_a_trial_train_what_it_is(plan_of):
+    plan = plan_of("tune.method=grid", "tune.values=[1e-3,1e-2]", "tune.seeds=[7]", "tune.monitor=val/loss")
+    trial = plan.trial(1e-2, 7)
+    assert (trial.optimizer.lr, trial.settings.seed, trial.config["optimizer"]["lr"]) == (1e-2, 7, 1e-2)
+    # What experiments.ranks tells them.
+    assert config.plan(asdict(trial.settings)).key == trial.key == plan_of("seed=7", "optimizer.lr=1e-2").key
+
+
+def test_a_tuned_run_whose_process_is_killed_is_on_record_as_failed(tmp_path):
+    tree = cli.composed("train", ["tune=lr", f"runs={tmp_path}", "mlflow=false"])
+    outcome = runs.lost(tree, "the command", "its process ended without a word")
+    assert outcome.status == "failed" and read_status(Path(outcome.folder)).reason.endswith("without a word")
+    assert list(load(tmp_path).runs["status"]) == ["FAILED"]
 
 
 def records(folder):
