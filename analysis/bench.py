@@ -54,10 +54,10 @@ def read(folder: Path) -> Records:
 
 
 def joined(records: Records, measured: Records) -> Records:
-    """`records` with the decoding times of the same models: those that agree in every option of the model."""
-    options = [name for name in records.params if name.startswith("model.") and name in measured.params]
+    """`records` with the decoding times of the same models: those of one layout and the same options."""
+    options = ["layout", *(n for n in records.params if n.startswith("model.") and n in measured.params)]
     times = [name for name in measured.metrics if name.startswith("measured/decode_ms_at_")]
-    if not options or not times or records.runs.empty:
+    if not times or records.runs.empty:
         return records
     finished = measured.runs[measured.runs["status"] == FINISHED]
     # Vocabularies and lengths differ between tasks and benchmarks; a mean over batches of one model is still its own.

@@ -160,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sweep", help="only the runs of this sweep (default: all runs)")
     parser.add_argument("--format", default="html", help=f"{', '.join(FORMATS)}; all but html are printed")
     parser.add_argument("--html", type=Path, help="the page to write (default: report.html in the folder of the runs)")
-    parser.add_argument("--bench", type=Path, help="records of a benchmark (default: the newest in RUNS/bench)")
+    parser.add_argument("--bench", type=Path, help="records of a benchmark (default: the newest of these stacks)")
     parser.add_argument("--influence", action="store_true", help="load the models: which tokens do they depend on?")
     parser.add_argument("--no-mlflow", action="store_true", help="do not put the report of a sweep into MLflow")
     given = parser.parse_args(arguments)
@@ -203,10 +203,13 @@ def _chosen(records: Records, given: argparse.Namespace) -> tuple[Records, str]:
     if records.runs.empty:
         first = "make some first: python -m experiments.train stack=mha task=mqar"
         return none, f"{given.runs} holds no runs; {first}"
+    if given.sweep is None:
+        return records, ""
     try:
-        return (select(records, given.sweep) if given.sweep is not None else records), ""
+        chosen = select(records, given.sweep)
     except ValueError as error:
-        return replace(none, problems=records.problems.iloc[:0]), str(error)
+        return replace(none, problems=none.problems.iloc[:0], unstarted=none.unstarted.iloc[:0]), str(error)
+    return chosen, "" if len(chosen.runs) else f"no job of the sweep {given.sweep!r} has begun"
 
 
 def _command(given: argparse.Namespace, page: Path | None = None, folder: Path | None = None) -> str:
