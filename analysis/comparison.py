@@ -11,7 +11,7 @@ from functools import cached_property
 
 import pandas as pd
 
-from analysis import tables
+from analysis import extrapolation, tables, tuning
 from analysis.pareto import Standing, standings
 from analysis.runs import Records, counted, only
 from analysis.statistics import band, compare, gain, not_apart
@@ -30,6 +30,7 @@ MOST_SENTENCES, MOST_GROUPS = 6, 8
 
 def by_task(records: Records) -> list[Comparison]:
     """One comparison a task. Runs of unknown task (broken records) go to the first: they are listed somewhere."""
+    records = extrapolation.apart(records)
     runs = records.runs
     known = sorted(runs["task"].dropna().unique(), key=str)
     if len(known) < 2:
@@ -158,7 +159,7 @@ class Comparison:
         learning = [f"{cell} was still learning at this budget: {text}." for cell, text in self.learning.items()]
         if len(learning) > MOST_SENTENCES:
             learning = [f"{len(learning)} cells were still learning at this budget: {_listed(list(self.learning))}."]
-        return [*self._ranking(), *learning]
+        return [*self._ranking(), *learning, *tuning.told(self.counted)]
 
     def _ranking(self) -> Iterable[str]:
         name, best = self.quality[0], self.cells[0]
@@ -204,7 +205,7 @@ class Comparison:
                 )
         if self.cells and not self.costs:
             found.append("No finished run recorded what it costs (complexity/...).")
-        return found
+        return [*found, *tuning.warnings(self.counted)]
 
 
 def _gained(name: str, curve: pd.DataFrame, goal: float) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import sheets, tables
+from analysis import sheets, tables, tuning
 from analysis.comparison import Comparison, by_task
 from analysis.runs import Records
 from analysis.sheets import Sheet
@@ -68,7 +68,7 @@ def _task(about: Comparison) -> dict[str, Any]:
         "differences": _rows(about.pairs),
         "fronts": _fronts(about),
         "not_counted": _rows(tables.not_counted(about.records)),
-        "tuning": tables.tuning(about.records),
+        "tuning": {cell: list(filter(None, every)) for cell, every in tuning.choices(about.counted).items()},
         "curves": _rows(pd.concat(curves)) if curves else [],
     }
 
@@ -108,7 +108,7 @@ def _sheets(about: Comparison) -> list[tuple[str, Sheet]]:
         ("Quality and cost", sheets.cells(about)),
         ("Differences to the best", sheets.to_best(about)),
         ("Other pairs", sheets.pairs(about)),
-        ("Cost of tuning", sheets.tuning(about)),
+        ("Cost of tuning", sheets.tuned(about)),
         ("Not counted", sheets.left(about)),
     ]
 

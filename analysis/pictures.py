@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pandas as pd
 import plotly.graph_objects as go
 
-from analysis import canvas, plots, sheets, tables
+from analysis import canvas, depth, extrapolation, plots, sheets, tables
 from analysis.canvas import Style
 from analysis.comparison import Comparison, by_task
 from analysis.runs import Records
@@ -82,7 +82,7 @@ def _overview(about: Comparison, cells: Sequence[str], styles: Mapping[str, Styl
 
 def pictures(about: Comparison, styles: Mapping[str, Style]) -> list[Picture]:
     """All pictures of one task, the most telling first."""
-    return [picture for draw in (_ranking, _difficulty, _tradeoffs, _learning) for picture in draw(about, styles)]
+    return [picture for draw in _DRAWN for picture in draw(about, styles)]
 
 
 def _ranking(about: Comparison, styles: Mapping[str, Style]) -> Iterator[Picture]:
@@ -109,6 +109,26 @@ def _difficulty(about: Comparison, styles: Mapping[str, Style]) -> Iterator[Pict
         found, trained = tables.by_difficulty(about.counted), tables.trained(about.records)
         figure = plots.along(found, trained, "val/accuracy", (what, "test accuracy"), styles)
         yield Picture("difficulty", "Accuracy by difficulty", caption, figure)
+
+
+def _lengths(about: Comparison, styles: Mapping[str, Style]) -> Iterator[Picture]:
+    name, found = extrapolation.by_length(about.counted)
+    if found:
+        caption = (
+            f"The same text in windows of several lengths; bars are {LEVEL:.0%} intervals over seeds. "
+            "Points of one length stand side by side only to be seen."
+        )
+        trained = [extrapolation.trained_length(about.counted)]
+        figure = plots.along(found, trained, name, (tables.AXES["length"], metric(name).title), styles)
+        yield Picture("length", f"{_capital(metric(name).title)} by length", caption, figure)
+
+
+def _depths(about: Comparison, styles: Mapping[str, Style]) -> Iterator[Picture]:
+    for number, figure in enumerate(depth.heat_maps(depth.grids(about.counted, about.cells))):
+        length = extrapolation.trained_length(about.counted)
+        trained = f" Trained at {length} tokens." if length else ""
+        caption = f"Mean test accuracy over seeds, a row a cell and length.{trained}"
+        yield Picture(f"depth-{number}" if number else "depth", "Accuracy by depth and length", caption, figure)
 
 
 def _learning(about: Comparison, styles: Mapping[str, Style]) -> Iterator[Picture]:
@@ -146,6 +166,9 @@ def _tradeoff(about: Comparison, name: str, cost: str, styles: Mapping[str, Styl
     title = f"{_capital(metric(name).title)} against {metric(cost).title}"
     figure = plots.tradeoff(points, cost, name, styles, front)
     return Picture(f"{_slug(name)}-against-{_slug(cost)}", title, caption, figure)
+
+
+_DRAWN = (_ranking, _difficulty, _lengths, _depths, _tradeoffs, _learning)
 
 
 def _slug(name: str) -> str:

@@ -112,7 +112,7 @@ def _part(about: Comparison, looks: Mapping[str, Style], number: int, influence:
         "cells": sheets.cells(about),
         "to_best": sheets.to_best(about),
         "pairs": sheets.pairs(about),
-        "tuning": sheets.tuning(about),
+        "tuning": sheets.tuned(about),
         "left": sheets.left(about),
         "pictures": [_picture(picture, f"{number}-{picture.slug}") for picture in pictures(about, looks)],
         "maps": [_picture(picture, f"{number}-{picture.slug}") for picture in maps],

@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments import tasks
 from experiments.tasks.base import Item
-from mixers.options import call, nearest
+from mixers.options import nearest
 
 
 def of_suite(options: Mapping[str, Any], suite: str | None, row: int) -> tuple[str, Item]:
@@ -18,7 +18,7 @@ def of_suite(options: Mapping[str, Any], suite: str | None, row: int) -> tuple[s
     Raises:
         ValueError: no such suite or row.
     """
-    task = call(tasks.get(options["name"]), {k: v for k, v in options.items() if k != "name"}, "task")
+    task = tasks.build(options)
     suites = task.suites("test")
     name = suite or list(task.suites("validation"))[-1]
     name = name if name in suites or suite else list(suites)[-1]

@@ -37,9 +37,9 @@ class Records:
 
     Attributes:
         runs: one row a run: run, folder, status, reason, sweep (which made it), sweeps (all it is in), started, seconds
-            (wall time), command, last_step, last_tokens (training tokens seen), tuning (what tuning.json says, if there
-            is one), cell, every param (stack, layout, task, seed, d_model, ...), the last value of every metric. Of
-            params, null, true, false and lists are JSON text.
+            (wall time), command, last_step, last_tokens (training tokens seen), tuning (how its learning rate was
+            chosen, a dict, where it was), cell, every param (stack, layout, task, seed, d_model, ...), the last value
+            of every metric. Of params, null, true, false and lists are JSON text.
         curves: run, metric, step, tokens, value: one row a logged value, in the order of logging.
         environment: one row a run, indexed by run: versions, commit, device, ...
         params: the columns of `runs` that are params.
@@ -68,7 +68,7 @@ class Records:
 def load(folder: str | Path) -> Records:
     """The records in the subfolders of `folder`. A subfolder without any file of a record is not a run.
 
-    Trials of tuning are left out: they chose a learning rate, and are no result.
+    Trials of tuning are left out: they are no results, and on seeds that results must not have.
 
     Raises:
         ValueError: `folder` is not a folder.
@@ -76,8 +76,8 @@ def load(folder: str | Path) -> Records:
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"runs={folder} is not a folder; it is made by the first python -m experiments.train")
-    paths = [path for path in sorted(folder.iterdir()) if any((path / name).is_file() for name in _FILES)]
-    found = [record for record in map(_read, paths) if not record.trial]
+    found = [_read(path) for path in sorted(folder.iterdir()) if any((path / name).is_file() for name in _FILES)]
+    found = [record for record in found if not record.trial]
     params = tuple(dict.fromkeys((*_PARAMS, *(name for record in found for name in record.params))))
     names = [record.facts["run"] for record in found]
     curves = [record.points.assign(run=name) for name, record in zip(names, found, strict=True) if len(record.points)]
@@ -145,8 +145,8 @@ def _read(path: Path) -> _Record:
     status, status_fault = _mapping(path / "status.json")
     params, params_fault = _mapping(path / "params.json")
     environment, environment_fault = _mapping(path / "environment.json")
-    tuning, _ = _mapping(path / "tuning.json")
     points, points_faults = _points(path / "metrics.jsonl")
+    tuning, tuning_fault = _mapping(path / "tuning.json") if (path / "tuning.json").exists() else ({}, None)
     # Without params nobody knows which cell the run belongs to, whatever its status.
     unusable = status_fault or params_fault
     facts = {
@@ -160,11 +160,11 @@ def _read(path: Path) -> _Record:
         "last_tokens": points["tokens"].max(),
         "tuning": tuning or None,
     }
-    faults = [fault for fault in (status_fault, params_fault, environment_fault, *points_faults) if fault]
+    faults = [fault for fault in (status_fault, params_fault, environment_fault, tuning_fault, *points_faults) if fault]
     known = {
         name: _plain(v) for name, v in params.items() if name not in _FACTS and not (name in _PARAMS and v is None)
     }
-    return _Record(facts, known, environment, points, faults, bool(status.get("trial")))
+    return _Record(facts, known, environment, points, faults, status.get("trial") is True)
 
 
 def _mapping(path: Path) -> tuple[dict[str, Any], str | None]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from analysis import tables
+from analysis import tables, tuning
 from analysis.comparison import Comparison
 from experiments.metrics import format_value, metric
 
@@ -138,17 +138,15 @@ def left(about: Comparison) -> Sheet:
     return Sheet([Column(title, number=title == "Training tokens") for title in titles], rows)
 
 
-def tuning(about: Comparison) -> Sheet:
+def tuned(about: Comparison) -> Sheet:
     """How the learning rate of every cell was chosen, and what that cost."""
-    titles = ("Cell", "Learning rate", "Best of", "Trials", "Chosen by", "Training tokens", "FLOPs", "Seconds")
+    titles = ("Cell", "Learning rate", "Rates tried", "Runs", "Chosen by", "Training tokens", "FLOPs", "Seconds")
     rows = []
-    for cell, record in tables.tuning(about.records).items():
-        edge = f" (the {record['edge']} tried)" if record["edge"] else ""
+    for cell, record in ((cell, one) for cell, every in tuning.choices(about.counted).items() for one in every if one):
         by = f"{metric(record['monitor']).title}, seeds {', '.join(map(str, record['seeds']))}"
-        flops = format_value("complexity/prefill_flops_at_1", record["flops"])
-        spent = (f"{record['tokens']:,}", flops, f"{record['seconds']:,.0f}")
-        tried = (str(len(record["scores"])), str(len(record["runs"])))
-        rows.append([cell, f"{record['lr']:g}{edge}", *tried, by, *spent])
+        spent = [f"{record['tokens']:,}", format_value("complexity/flops_per_token_train", record["flops"])]
+        tried = [str(len(record["scores"])), str(len(record["runs"]))]
+        rows.append([cell, f"{record['lr']:g}", *tried, by, *spent, f"{record['seconds']:,.0f}"])
     return Sheet([Column(title, number=title not in ("Cell", "Chosen by")) for title in titles], rows)
 
 

@@ -14,8 +14,6 @@ from analysis.statistics import Interval, interval
 from experiments.metrics import format_value, metric
 
 NOTHING = "–"
-# What the record of a tuning says.
-_TUNING = {"lr", "edge", "monitor", "seeds", "scores", "runs", "tokens", "flops", "seconds"}
 # What the numbers in names of suites count, such as eval/kv16/accuracy; the option task.kv says what was trained.
 AXES = {
     "kv": "key-value pairs to remember",
@@ -233,12 +231,6 @@ def settings(records: Records) -> tuple[pd.DataFrame, pd.DataFrame]:
     common = given.drop(columns=differing).iloc[0].dropna()
     cells = given[differing].groupby(records.runs["cell"], sort=True).first()
     return pd.DataFrame({"name": common.index, "value": common.to_numpy()}), cells
-
-
-def tuning(records: Records) -> dict[str, dict[str, Any]]:
-    """cell -> tuning.json of one of its runs (the seeds of a cell share it), where the learning rate was tuned."""
-    known = {run.cell: run.tuning for run in records.runs.itertuples() if run.tuning}
-    return {cell: record for cell, record in known.items() if set(record) >= _TUNING}
 
 
 def text(rows: Sequence[Sequence[str]]) -> str:

@@ -233,7 +233,7 @@ _PAGES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
         _TRAIN,
         ("model", "task", "optimizer", "trainer", "experiment"),
         ("model/language_model", "model/encoder_decoder", *(f"task/{task}" for task in tasks.names()),
-         "optimizer/adamw", "trainer/default", "match/default"),
+         "optimizer/adamw", "trainer/default", "match/default", "evaluate/default"),
     ),
     "bench": (_BENCH, (), ("model/language_model",)),
 }

@@ -27,7 +27,7 @@ from arch import layout
 from arch.encoder_decoder import EncoderDecoder
 from arch.language_model import LanguageModel
 from arch.stack import Stack
-from experiments import matching, optim, tasks
+from experiments import extrapolation, matching, optim, tasks
 from experiments.metrics import direction
 from experiments.tasks.base import Task, at_least
 from kernels.backend import BACKENDS
@@ -55,6 +55,7 @@ class Settings:
     rerun: Literal["never", "stale", "always"] = "never"
     resume: str | None = None
     match: dict[str, Any] = field(default_factory=dict)
+    evaluate: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -136,15 +137,28 @@ class Plan:
     trainer: Trainer
     skeleton: LanguageModel  # on the meta device
     matched: matching.Matched | None = None
+    # Names -> scalings of RoPE to test under; empty where nothing turns.
+    rope_scaling: Mapping[str, Any] = field(default_factory=dict)
 
     def model(self) -> LanguageModel:
         """The model with its initial weights, a function of the config and the seed."""
         # A hash, so that all digits of the seed count: torch looks at the low 32 bits alone.
         torch.manual_seed(int(hashlib.sha256(f"weights {self.settings.seed}".encode()).hexdigest()[:8], 16))
+        return self._quietly_built(self.settings.model)
+
+    def rescaled(self, trained: LanguageModel, scaling: Mapping[str, Any], length: int) -> LanguageModel:
+        """A copy of the trained model, its RoPE scaled for rows of `length` tokens; see `experiments.extrapolation`."""
+        whole = extrapolation.filled(scaling, length, self.task.length)
+        options = extrapolation.scaled(self.settings.model, self.skeleton, whole)
+        model = self._quietly_built(options).to(trained.embedding.weight)
+        model.load_state_dict(trained.state_dict())
+        return model
+
+    def _quietly_built(self, options: Mapping[str, Any]) -> LanguageModel:
         # What the mixers have to say was said when the skeleton was built.
         logging.disable(logging.WARNING)
         try:
-            return _model(self.settings.model, self.task)
+            return _model(options, self.task)
         finally:
             logging.disable(logging.NOTSET)
 
@@ -166,7 +180,8 @@ class Plan:
     def config(self) -> dict[str, Any]:
         """The semantic config in plain containers: all that decides the result; defaults in, unused mixers out."""
         trainer = asdict(self.trainer)
-        return plain({
+        evaluate = {"evaluate": {"rope_scaling": self.rope_scaling}} if self.rope_scaling else {}
+        return plain(evaluate | {
             "seed": self.settings.seed,
             "model": model_config(self.settings.model, self.skeleton),
             "task": defaults(type(self.task)) | self.settings.task,
@@ -220,7 +235,10 @@ def plan(tree: Mapping[str, Any]) -> Plan:
         )
     optimizer = _build("optimizer", settings.optimizer, optim.get)
     trainer = call(Trainer, settings.trainer, "trainer")
-    return Plan(settings, task, optimizer, trainer, skeleton, matched)
+    evaluation = call(extrapolation.Evaluation, settings.evaluate, "evaluate")
+    with torch.device("meta"):
+        scalings = evaluation.fitting(settings.model, skeleton, lambda options: _model(options, task), task.length)
+    return Plan(settings, task, optimizer, trainer, skeleton, matched, scalings)
 
 
 def _check_sources(task: Task, skeleton: LanguageModel) -> None:

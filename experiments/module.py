@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from arch import cost
 from arch.language_model import LanguageModel
@@ -27,9 +27,10 @@ from arch.loss import chunks
 from experiments.checkpoints import Checkpoint, Saver
 from experiments.config import Plan
 from experiments.early_stop import EarlyStop
+from experiments.extrapolation import longest
 from experiments.measure import Clock, PeakMemory
 from experiments.signals import Terminated, on_terminate
-from experiments.tasks.base import NOT_SCORED, Scores, loader
+from experiments.tasks.base import NOT_SCORED, Item, Scores, loader
 from experiments.tracking import Tracker
 from kernels import backend
 from mixers.base import Packing
@@ -326,10 +327,21 @@ def train(
         if recorder.validated != trainer.global_step:
             trainer.validate(module, validation, verbose=False)
         trainer.test(module, test, verbose=False)
-    tested = {f"eval/{suite}/{metric}": value for suite, scores in zip(suites["test"], module.scores, strict=True)
-              for metric, value in scores.result().items()}
+        scores = dict(zip(suites["test"], module.scores, strict=True)) | _rescaled(trainer, module, suites["test"])
+    tested = {f"eval/{suite}/{metric}": v for suite, own in scores.items() for metric, v in own.result().items()}
     recorder.keep(trainer.global_step, module.tokens, tested | recorder.measured(module))
     return recorder.values
+
+
+def _rescaled(trainer: L.Trainer, module: Training, suites: Mapping[str, Dataset[Item]]) -> dict[str, Scores]:
+    """"<suite>/<scaling>" -> what the trained weights score under each scaling of RoPE that is asked for."""
+    plan, found = module.plan, {}
+    for scaling, options in plan.rope_scaling.items():
+        for suite, rows in suites.items():
+            other = Training(plan.rescaled(module.net, options, longest(rows)), plan)
+            trainer.test(other, [loader(rows, plan.trainer.batch_size)], verbose=False)
+            found[f"{suite}/{scaling}"], = other.scores
+    return found
 
 
 def fit(plan: Plan, tracker: Tracker, recorder: Recorder, validation: Sequence[DataLoader],

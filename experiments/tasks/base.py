@@ -103,6 +103,7 @@ class Task(ABC):
         located: options that say where the data lie or come from; `fingerprint` stands for them in a run's key.
         about: further [T] fields of a suite's items; `metrics` gets them at the scored positions, by name.
         sources: rows have a source apart, which an encoder reads.
+        signs: of a task with sources, the ids that an answer begins with and ends with.
         vocabulary_digest: stands for what the ids mean, where that is not fixed: a trained tokeniser's hash.
     """
 
@@ -113,6 +114,7 @@ class Task(ABC):
     located: tuple[str, ...] = ("path",)
     about: tuple[str, ...] = ()
     sources: bool = False
+    signs: tuple[int, int] | None = None
     vocabulary_digest: str = ""
 
     @property

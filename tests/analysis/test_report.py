@@ -237,7 +237,7 @@ def test_the_command_writes_the_page_and_prints_its_path(write, runs, tmp_path, 
     [
         (["--runs", "{}/nowhere"], "nowhere is not a folder"),
         (["--runs", "{}/runs", "--html", "{}"], "directory"),
-        (["--runs", "{}/runs", "--format", "jsno"], "--format=jsno (did you mean 'json'?); allowed are html, json, csv, md"),
+        (["--runs", "{}/runs", "--format", "jsno"], "(did you mean 'json'?); allowed are html, json, csv, md"),
         (["--runs", "{}/runs", "--format", "md", "--html", "x.html"], "leave one out"),
         (["--runs", "{}/runs", "--bench", "{}/nowhere"], "python -m experiments.bench makes one"),
         (["--runs", "{}/runs", "--bench", "{}/empty"], "holds no records of a benchmark"),
@@ -253,7 +253,7 @@ def test_what_cannot_be_built_is_one_line_and_code_2(write, tmp_path, capsys, ar
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--runs", "{}/empty"], "holds no runs; make some first"), (["--runs", "{}/runs", "--sweep", "grit"], "mean 'grid'")],
+    [(["--runs", "{}/empty"], "holds no runs; make some"), (["--runs", "{}/runs", "--sweep", "grit"], "mean 'grid'")],
 )
 @pytest.mark.parametrize("kind", report.FORMATS)
 def test_without_runs_the_report_is_built_and_says_why(write, tmp_path, capsys, arguments, message, kind):
@@ -286,11 +286,12 @@ def test_a_stack_without_any_finished_run_is_named(write, runs):
 
 
 def test_several_tasks_are_seen_together_from_the_smallest_state_to_the_largest(write, runs):
+    small = {"complexity/state_bytes_at_64": 1.0}
     for seed in range(3):
         for task, gain in (("mqar", 0.5), ("copy", 0.0)):
             params = {"task": task, "task.name": task}
             write("mha", seed, accuracy={16: 0.4 + gain + 0.01 * seed}, params=params)
-            write("linear", seed, accuracy={16: 0.4 + 0.01 * seed}, params=params, costs={"complexity/state_bytes_at_64": 1.0})
+            write("linear", seed, accuracy={16: 0.4 + 0.01 * seed}, params=params, costs=small)
     sheet = sheets.overview(by_task(load(runs)))
     assert [column.title for column in sheet.columns[1:]] == [f"{t}: test accuracy on kv16" for t in ("copy", "mqar")]
     # A star where a cell is the best or cannot be told apart from it.
@@ -325,13 +326,13 @@ def test_trials_of_tuning_are_no_results_but_their_cost_is_told(write, runs):
               "scores": [[0.001, 2.0], [0.01, 1.0]], "runs": ["a", "b", "c", "d"], "tokens": 8000, "flops": 3.6e9,
               "seconds": 50.4}  # fmt: skip
     (write("mha", 0) / "tuning.json").write_text(json.dumps(chosen))
-    (write("linear", 0) / "tuning.json").write_text('{"lr": 0.1}')
+    write("linear", 0)
     trial = write("mha", 100, params={"lr": 0.001}) / "status.json"
     trial.write_text(json.dumps(json.loads(trial.read_text()) | {"trial": True}))
     (about,) = by_task(load(runs))
     assert sorted(about.cells) == ["linear", "mha"] and len(about.records.runs) == 2
-    assert sheets.tuning(about).rows == [
-        ["mha", "0.01 (the highest tried)", "2", "4", "validation loss, seeds 100, 101", "8,000", "3.6 G", "50"]
+    assert sheets.tuned(about).rows == [
+        ["mha", "0.01", "2", "4", "validation loss, seeds 100, 101", "8,000", "3.6 G", "50"]
     ]
     assert "Cost of tuning" in text(runs)
 
