@@ -17,7 +17,7 @@ BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install packages venv quickstart test ui gpu aot bench-step bench-cpu lint lock test-floor clean
+.PHONY: help install packages venv quickstart test look browser ui gpu slurm aot bench-step bench-cpu lint lock test-floor clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -45,20 +45,33 @@ venv:
 
 quickstart: $(INSTALLED)  ## train the quickstart grid, write the report, print the headline
 	@status=0; $(BIN)/python -m experiments.train -m +experiment=quickstart || status=$$?; \
-	$(BIN)/python -m analysis.report --sweep quickstart || exit $$?; \
+	$(BIN)/python -m analysis.report --sweep quickstart --no-mlflow || exit $$?; \
 	echo "Every run, curve and option in the browser: make ui"; exit $$status
 
 test: $(INSTALLED)  ## all tests (WHAT='-k mqar' or a path narrows them)
 	@$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal $(WHAT)
 
-ui: $(INSTALLED)  ## the MLflow UI on http://127.0.0.1:5000 (PORT=5001 for another)
-	@test -f runs/mlflow.db || { echo "No runs yet: make quickstart" >&2; exit 1; }
-	@$(BIN)/python -c 'from experiments.tracking import connect; \
-	  print("http://127.0.0.1:$(PORT)/#/experiments/" + connect("sqlite:///runs/mlflow.db")[1] \
-	  + "/runs?workflowType=machine_learning&compareRunsMode=CHART")'
-	@echo "It answers in about ten seconds; Ctrl-C ends it."
-	@PYTHONWARNINGS=ignore $(BIN)/python -m mlflow server --host 127.0.0.1 --port $(PORT) --workers 1 --uvicorn-opts "--log-level warning" \
-	  --backend-store-uri sqlite:///runs/mlflow.db
+# The stamp holds what was installed for, as above.
+LOOK = $(VENV)/.look
+$(LOOK): $(INSTALLED)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev,look]'
+	@cp $(INSTALLED) $@
+
+look: $(LOOK) browser  ## open the report and MLflow's comparison in a headless Chromium; screenshots in build/look
+	@$(BIN)/python -m pytest -s tests/look
+
+browser:
+	@for name in chromium chromium-browser google-chrome google-chrome-stable; do \
+	  command -v $$name >/dev/null 2>&1 && exit 0; done; \
+	if [ -n "$$BROWSER_PATH" ]; then exit 0; fi; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then \
+	  echo "Installing Debian's chromium."; \
+	  { apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends chromium; } \
+	    >$(VENV)/chromium.log 2>&1 || { tail -n 20 $(VENV)/chromium.log >&2; exit 1; }; \
+	else echo "make look needs Chromium or Chrome: apt-get install chromium, or BROWSER_PATH=/path/of/it" >&2; exit 1; fi
+
+ui: $(INSTALLED)  ## the newest comparison in MLflow, on http://127.0.0.1:5000 (PORT=5001 for another)
+	@$(BIN)/python -m experiments.ui port=$(PORT)
 
 # Tests of Triton kernels: they compile a lot, so they are dealt to several processes without needing pytest-xdist.
 GPU_TESTS = tests/gpu $(wildcard tests/kernels/test_*_triton.py) tests/kernels/test_attention_operators.py
@@ -71,6 +84,10 @@ gpu:  ## where a GPU is: test the kernels on it and measure them (PYTHON with to
 	$(PYTHON) -m kernels.bench_gpu --write || status=1; \
 	$(PYTHON) -m kernels.bench_gpu_sparse --write || status=1; \
 	$(PYTHON) -m kernels.bench_gpu_linear || status=1; exit $$status
+
+slurm: $(INSTALLED)  ## where Debian's slurm-wlm and munge are, as root: a grid on a Slurm of one node
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[slurm]'
+	@tests/slurm/with_slurm $(BIN)/python -m pytest -s tests/slurm
 
 aot: $(INSTALLED)  ## compile every Triton kernel for GPUs that need not be here, into docs/kernels_gpu.md
 	@TRITON_DEFAULT_FP_FUSION=1 $(BIN)/python -m kernels.triton_aot --write

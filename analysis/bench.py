@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pandas as pd
 
 from analysis import scaling
+from analysis.canvas import Style
 from analysis.pictures import Picture
 from analysis.runs import FINISHED, Records, load
 from analysis.sheets import Column, Sheet
@@ -27,10 +29,14 @@ class Growth:
     pictures: list[Picture]
 
 
-def newest(runs: Path) -> Path | None:
-    """The newest benchmark in a folder of runs that measured something: folders are named after their time."""
-    folders = sorted((path for path in (runs / "bench").glob("*") if path.is_dir()), reverse=True)
-    return next((path for path in folders if (load(path).runs["status"] == FINISHED).any()), None)
+def newest(folder: Path, records: Records) -> Path | None:
+    """The newest benchmark in a folder of runs that has a layout of these runs; their names are their times."""
+    layouts = set(records.runs["layout"].dropna())
+    for path in sorted((path for path in (folder / "bench").glob("*") if path.is_dir()), reverse=True):
+        runs = load(path).runs
+        if layouts & set(runs.loc[runs["status"] == FINISHED, "layout"]):
+            return path
+    return None
 
 
 def read(folder: Path) -> Records:
@@ -48,10 +54,10 @@ def read(folder: Path) -> Records:
 
 
 def joined(records: Records, measured: Records) -> Records:
-    """`records` with the decoding times of the same models: those that agree in every option of the model."""
-    options = [name for name in records.params if name.startswith("model.") and name in measured.params]
+    """`records` with the decoding times of the same models: those of one layout and the same options."""
+    options = ["layout", *(n for n in records.params if n.startswith("model.") and n in measured.params)]
     times = [name for name in measured.metrics if name.startswith("measured/decode_ms_at_")]
-    if not options or not times or records.runs.empty:
+    if not times or records.runs.empty:
         return records
     finished = measured.runs[measured.runs["status"] == FINISHED]
     # Vocabularies and lengths differ between tasks and benchmarks; a mean over batches of one model is still its own.
@@ -63,8 +69,12 @@ def _keys(runs: pd.DataFrame, options: list[str]) -> pd.Series:
     return runs[options].map(str).agg("\n".join, axis="columns")
 
 
-def growth(measured: Records) -> Growth | None:
-    """How measured costs grow with the length; None without a stack that was measured at two lengths."""
+def growth(measured: Records, looks: Mapping[str, Style]) -> Growth | None:
+    """How measured costs grow with the length; None without a stack that was measured at two lengths.
+
+    Args:
+        looks: of cells, those of the benchmark among them.
+    """
     known = scaling.cells(measured)
     found = scaling.exponents(known)
     if found.empty:
@@ -73,4 +83,4 @@ def growth(measured: Records) -> Growth | None:
     columns = [Column(title.capitalize(), number=i > 1) for i, title in enumerate(head)]
     folder = str(Path(measured.runs["folder"].iloc[0]).parent)
     said = (scaling.summary(found), scaling.warnings(known))
-    return Growth(folder, Sheet(columns, rows), *said, scaling.pictures(known))
+    return Growth(folder, Sheet(columns, rows), *said, scaling.pictures(known, looks))

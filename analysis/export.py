@@ -12,6 +12,7 @@ from analysis import sheets, tables, tuning
 from analysis.comparison import Comparison, by_task
 from analysis.runs import Records
 from analysis.sheets import Sheet
+from analysis.statistics import interval
 from experiments.metrics import metric
 
 
@@ -26,14 +27,22 @@ def results(comparisons: Sequence[Comparison]) -> pd.DataFrame:
     `half` is half the t interval over the seeds, NaN for one; `group` is that of the deciding metric of the task.
     """
     rows = [
-        {"task": about.task, "cell": cell, "metric": name, "unit": metric(name).unit, "better": metric(name).better,
-         "mean": found.mean, "half": found.half, "n": found.n, "seeds": about.sizes[cell],
-         "group": about.groups[cell], "deciding": name in about.quality[:1]}
+        {"task": about.task, "cell": cell, "metric": name, **_known(name), "mean": found.mean, "half": found.half,
+         "n": found.n, "seeds": about.sizes[cell], "group": about.groups[cell], "deciding": name in about.quality[:1]}
         for about in comparisons
         for name in dict.fromkeys([*about.quality, *about.costs, *about.counted.metrics])
-        for cell, found in tables.summary(about.counted, [name])[name].items() if found.n
+        for cell, values in about.counted.values(name).groupby(about.counted.runs["cell"])
+        if (found := interval(values)).n
     ]  # fmt: skip
     return pd.DataFrame(rows, columns=list(_RESULTS))
+
+
+def _known(name: str) -> dict[str, str | None]:
+    """Unit and direction; empty where runs of another version logged what this one does not know."""
+    try:
+        return {"unit": metric(name).unit, "better": metric(name).better}
+    except ValueError:
+        return {"unit": "", "better": None}
 
 
 _RESULTS = ("task", "cell", "metric", "unit", "better", "mean", "half", "n", "seeds", "group", "deciding")

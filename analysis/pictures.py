@@ -55,13 +55,18 @@ def _titled(picture: Picture, task: str = "") -> go.Figure:
     return figure.update_layout(title=title, height=layout.height + room, margin_t=layout.margin.t + room)
 
 
-def styles(comparisons: Sequence[Comparison]) -> dict[str, Style]:
-    """The looks of every cell that is counted: the same under every task."""
-    runs = pd.concat([about.counted.runs[["cell", "stack", "layout"]] for about in comparisons] or [_NONE])
+def styles(comparisons: Sequence[Comparison], others: pd.DataFrame | None = None) -> dict[str, Style]:
+    """The looks of every cell that is counted: the same under every task.
+
+    Args:
+        others: further runs, as in `Records`, whose cells are drawn too.
+    """
+    tables = [about.counted.runs for about in comparisons] + ([others] if others is not None else [])
+    runs = pd.concat([pd.DataFrame(columns=_LABELS), *(table[_LABELS] for table in tables)])
     return canvas.styles(runs.assign(stack=runs["stack"].fillna(runs["layout"]).map(str)))
 
 
-_NONE = pd.DataFrame(columns=["cell", "stack", "layout"])
+_LABELS = ["cell", "stack", "layout"]
 
 
 def overview(comparisons: Sequence[Comparison], styles: Mapping[str, Style]) -> list[Picture]:

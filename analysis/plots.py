@@ -241,6 +241,6 @@ def _shade(figure: go.Figure, pairs: Sequence[int], trained: Sequence[int]) -> N
         if never:
             left, right = edges[indices[0]], edges[indices[-1] + 1]
             figure.add_vrect(x0=left, x1=right, fillcolor="#808080", opacity=0.14, line_width=0, layer="below")
-            middle = (math.log10(left) + math.log10(right)) / 2
-            place = {"x": middle, "y": 1, "yref": "paper", "yanchor": "bottom"}
-            figure.add_annotation(text="never trained", showarrow=False, font_size=11, **place)
+            # Along its edge, between two numbers: nothing is drawn there but lines.
+            place = {"x": math.log10(left), "xanchor": "left", "y": 0.98, "yref": "paper", "yanchor": "top"}
+            figure.add_annotation(text="never trained", textangle=-90, showarrow=False, font_size=11, **place)

@@ -24,7 +24,7 @@ import jinja2
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from analysis import bench, canvas, export, sheets, tables
+from analysis import bench, canvas, export, publish, scaling, sheets, tables
 from analysis.canvas import Style
 from analysis.comparison import CATCH_UP, LAST, MARGIN, RESOLUTION, Comparison, by_task
 from analysis.pictures import Picture, figures, overview, pictures, styles
@@ -75,13 +75,15 @@ def _page(
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    looks, grown = styles(comparisons), bench.growth(measured) if measured else None
+    looks = styles(comparisons, scaling.cells(measured).runs if measured else None)
+    grown = bench.growth(measured, looks) if measured else None
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         missing=missing,
         parts=[_part(comparison, looks, number, influence) for number, comparison in enumerate(comparisons)],
         influence=influence,
         together=sheets.overview(comparisons),
         overview=[_picture(picture, picture.slug) for picture in overview(comparisons, looks)],
+        cells=list(styles(comparisons)),
         swatches={cell: Markup(canvas.swatch(look)) for cell, look in looks.items()},
         runs=len(records.runs),
         unstarted=records.unstarted.to_dict("records"),
@@ -158,8 +160,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sweep", help="only the runs of this sweep (default: all runs)")
     parser.add_argument("--format", default="html", help=f"{', '.join(FORMATS)}; all but html are printed")
     parser.add_argument("--html", type=Path, help="the page to write (default: report.html in the folder of the runs)")
-    parser.add_argument("--bench", type=Path, help="records of a benchmark (default: the newest in RUNS/bench)")
+    parser.add_argument("--bench", type=Path, help="records of a benchmark (default: the newest of these stacks)")
     parser.add_argument("--influence", action="store_true", help="load the models: which tokens do they depend on?")
+    parser.add_argument("--no-mlflow", action="store_true", help="do not put the report of a sweep into MLflow")
     given = parser.parse_args(arguments)
     try:
         said, missing = _make(given)
@@ -179,7 +182,7 @@ def _make(given: argparse.Namespace) -> tuple[str, str]:
     if given.html and given.format != "html":
         raise ValueError(f"--html={given.html} is for a page, and --format={given.format} is printed: leave one out")
     records, missing = _chosen(load(given.runs), given)
-    folder = given.bench or bench.newest(given.runs)
+    folder = given.bench or bench.newest(given.runs, records)
     measured = bench.read(folder) if folder else None
     if given.format != "html":
         records = bench.joined(records, measured) if measured else records
@@ -188,7 +191,10 @@ def _make(given: argparse.Namespace) -> tuple[str, str]:
     page.parent.mkdir(parents=True, exist_ok=True)
     command = _command(given, page, folder)
     page.write_text(build(records, command, measured, missing, given.influence), encoding="utf-8")
-    return "\n\n".join(filter(None, (headline(records), f"report: {page}"))), missing
+    places = [f"report: {page}"]
+    if given.sweep is not None and not missing and not given.no_mlflow:
+        places += publish.report(given.runs, given.sweep, page)
+    return "\n\n".join(filter(None, (headline(records), "\n".join(places)))), missing
 
 
 def _chosen(records: Records, given: argparse.Namespace) -> tuple[Records, str]:
@@ -197,10 +203,13 @@ def _chosen(records: Records, given: argparse.Namespace) -> tuple[Records, str]:
     if records.runs.empty:
         first = "make some first: python -m experiments.train stack=mha task=mqar"
         return none, f"{given.runs} holds no runs; {first}"
+    if given.sweep is None:
+        return records, ""
     try:
-        return (select(records, given.sweep) if given.sweep is not None else records), ""
+        chosen = select(records, given.sweep)
     except ValueError as error:
-        return replace(none, problems=records.problems.iloc[:0]), str(error)
+        return replace(none, problems=none.problems.iloc[:0], unstarted=none.unstarted.iloc[:0]), str(error)
+    return chosen, "" if len(chosen.runs) else f"no job of the sweep {given.sweep!r} has begun"
 
 
 def _command(given: argparse.Namespace, page: Path | None = None, folder: Path | None = None) -> str:

@@ -166,7 +166,7 @@ def build(records: Records, command: str) -> str:
     )
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         # Plotly's JSON escapes what could end a script element.
-        pictures=[{"title": p.title, "json": Markup(p.figure.to_json())} for p in pictures(known)],
+        pictures=[{"title": p.title, "json": Markup(p.figure.to_json())} for p in pictures(known, styles)],
         swatches={cell: Markup(canvas.swatch(style)) for cell, style in styles.items()},
         exponents=rows(found), summary=summary(found), warnings=warnings(known), failed=list(_failed(records)),
         environment=tables.environment(records).to_dict("records"), command=command, agree=AGREE,
@@ -174,9 +174,8 @@ def build(records: Records, command: str) -> str:
     )
 
 
-def pictures(records: Records) -> list[Picture]:
+def pictures(records: Records, styles: Mapping[str, Style]) -> list[Picture]:
     """One picture for each quantity that was measured; `records` as of `cells`."""
-    styles = canvas.styles(records.runs.assign(stack=records.runs["stack"].map(str)))
     known = [(quantity, points(records, quantity)) for quantity in QUANTITIES]
     return [_picture(records, quantity, shown, styles) for quantity, shown in known if shown]
 

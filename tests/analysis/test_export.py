@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 
 from analysis import export
+from analysis.comparison import by_task
 from analysis.runs import load
 
 HALF = 4.302653 / math.sqrt(3) * 0.1
@@ -32,6 +33,14 @@ def test_csv_has_one_row_a_cell_and_metric(records):
     assert not table.duplicated(["task", "cell", "metric"]).any()
     assert {"val/accuracy", "eval/kv4/accuracy", "complexity/parameters"} <= set(table["metric"])
     assert set(table["cell"]) == {"mha", "a|b*"}
+
+
+def test_a_metric_of_another_version_is_exported_without_a_unit(write, runs):
+    file = write("mha", 0) / "metrics.jsonl"
+    file.write_text(file.read_text() + '{"step": 200, "tokens": 2000, "metrics": {"val/gone": 2.5}}\n')
+    table = export.results(by_task(load(runs)))
+    row = table[table["metric"] == "val/gone"].iloc[0]
+    assert (row["mean"], row["unit"]) == (2.5, "") and pd.isna(row["better"])
 
 
 def test_json_says_what_the_page_says_and_holds_no_nan(records):

@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 
 from analysis import canvas, plots
+from analysis.pareto import Standing
 from analysis.statistics import Interval
 
 
@@ -149,3 +150,48 @@ def test_a_swatch_shows_colour_and_dash():
     found = looks("mha, lr=1", "mha, lr=2")
     svgs = {cell: canvas.swatch(style) for cell, style in found.items()}
     assert all(found[cell].colour in svg for cell, svg in svgs.items()) and len(set(svgs.values())) == 2
+
+
+def markers(figure):
+    return {trace.name: trace.marker for trace in figure.data if trace.name}
+
+
+def test_the_front_is_drawn_and_what_is_behind_it_is_hollow_or_grey():
+    points = {"a": (1.0, Interval(0.5, 0.1, 3)), "b": (4.0, Interval(0.9, 0.1, 3)), "c": (5.0, Interval(0.8, 0.1, 3)),
+              "d": (6.0, Interval(0.1, 0.1, 3))}  # fmt: skip
+    places = dict(zip(points, (Standing.FRONT, Standing.FRONT, Standing.BEHIND, Standing.DOMINATED), strict=True))
+    figure = plots.tradeoff(points, "complexity/parameters", "val/accuracy", looks(*points), places)
+    found = markers(figure)
+    assert found["c"].symbol.endswith("-open") and not found["b"].symbol.endswith("-open")
+    own = {cell: style.colour for cell, style in looks(*points).items()}
+    assert [found[cell].color == own[cell] for cell in "abcd"] == [True, True, True, False]
+    (steps,) = [trace for trace in figure.data if trace.line.shape == "hv"]
+    assert list(steps.x[:2]) == [1.0, 4.0] and list(steps.y) == [0.5, 0.9, 0.9]
+    # Without places there is no front.
+    plain = plots.tradeoff(points, "complexity/parameters", "val/accuracy", looks(*points))
+    assert not [trace for trace in plain.data if trace.line.shape == "hv"]
+
+
+def test_a_ranking_goes_down_from_the_best_and_is_hollow_where_nothing_is_told_apart():
+    cells = ("best", "near", "far")
+    figure = plots.ranking("best", {"near": (-0.1, 0.2), "far": (-0.5, 0.1)}, ["near"], "val/accuracy", looks(*cells))
+    assert [(t.name, t.x[0], t.y[0]) for t in figure.data] == [("best", 0, 0), ("near", -0.1, 1), ("far", -0.5, 2)]
+    assert [cell for cell, marker in markers(figure).items() if marker.symbol.endswith("-open")] == ["near"]
+    assert list(figure.layout.yaxis.ticktext) == list(cells)
+    low, high = figure.layout.yaxis.range
+    assert low > 2 and high < 0
+
+
+def test_dots_begin_at_zero_and_leave_a_row_where_nothing_is_known():
+    found = {"a": Interval(2.3, 0.1, 3), "b": Interval(math.nan, math.nan, 0), "c": Interval(2.4, 0.1, 3)}
+    figure = plots.dots(found, "val/loss", looks(*found))
+    assert figure.layout.xaxis.range[0] == 0 and figure.layout.xaxis.range[1] > 2.4
+    assert {trace.name: trace.y[0] for trace in figure.data} == {"a": 0, "c": 2}
+
+
+def test_losses_against_a_number_show_what_differs_and_accuracies_their_whole_range():
+    row = {64: Interval(2.0, 0.1, 3), 128: Interval(2.2, 0.1, 3)}
+    low, high = along({"mha": row}, [64], "eval/text/loss").layout.yaxis.range
+    assert 1.5 < low < 1.9 and 2.3 < high < 2.7
+    low, high = along({"mha": {64: Interval(0.5, 0.1, 3)}}, [64]).layout.yaxis.range
+    assert low < 0 and high > 1

@@ -343,3 +343,13 @@ def test_the_pictures_are_there_for_other_programs(write, runs):
     assert {"ranking", "difficulty", "learning-val-accuracy"} <= set(found)
     assert found["difficulty"].layout.title.text == "Accuracy by difficulty (mqar)"
     assert figures(only(load(runs), load(runs).runs.iloc[:0])) == {}
+
+
+def test_a_sweep_of_which_no_job_has_begun_is_said_to_be_so(write, runs, tmp_path, capsys):
+    write("mha", 0, sweep="other")
+    (runs / ".grids" / "1").mkdir(parents=True)
+    (runs / ".grids" / "1" / "grid.json").write_text(json.dumps({"sweep": "later", "jobs": [["seed=0"]]}))
+    page = tmp_path / "out.html"
+    assert main(["--runs", str(runs), "--sweep", "later", "--html", str(page)]) == 2
+    assert "no job of the sweep 'later' has begun" in capsys.readouterr().err
+    assert "later: seed=0" in Page(page.read_text()).text

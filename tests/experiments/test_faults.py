@@ -27,7 +27,7 @@ ABOUT = Description("gqa", {"stack": "gqa", "seed": 1}, {"seed": 1}, {}, "comman
 
 @pytest.fixture(autouse=True)
 def nothing_was_warned_about(monkeypatch):
-    monkeypatch.setattr(tracking, "_warned", False)
+    monkeypatch.setattr(tracking.server, "_warned", False)
 
 
 def folders(tmp_path):

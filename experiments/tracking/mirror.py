@@ -1,4 +1,4 @@
-"""MLflow beside the local record. No other file touches MLflow.
+"""The MLflow run of a record.
 
 MLflow gets what the record has: a run's params, its metrics over training tokens, its config and environment as
 artifacts, its status. A problem with it is said once and never stops the training; at the end, and whenever `python -m
@@ -8,41 +8,29 @@ curve twice. A number that is not finite reaches neither of them.
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import os
-import re
-import sqlite3
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
-from experiments.metrics import legal
 from experiments.record import (
     Description,
     Outcome,
     Position,
     Record,
     Status,
+    joined,
     read_description,
     read_events,
     read_status,
     write_status,
 )
+from experiments.tracking import sweep
+from experiments.tracking.server import MAX_KEY, connect, cut, safe, warn_once
 
-EXPERIMENT = "mixerlab"
-_SQLITE = "sqlite:///"
 # MLflow's limits (mlflow.utils.validation); the params and tags of one request, and the metrics.
-MAX_KEY, MAX_PARAM, MAX_TAG, MAX_PARAMS, MAX_METRICS = 250, 6000, 8000, 100, 1000
-# A server that is away answers no sooner for being asked seven times, as is MLflow's habit.
-_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
-             "MLFLOW_HTTP_REQUEST_TIMEOUT": "30"}
+MAX_PARAM, MAX_TAG, MAX_PARAMS, MAX_METRICS = 6000, 8000, 100, 1000
 
 
 class Tracker:
@@ -139,6 +127,8 @@ class Mirror:
             self.close(outcome, reason)
         except Exception as error:
             self._give_up(error)
+        else:
+            sweep.refresh(self.client, self.experiment, read_status(self.folder).sweeps)
 
     def upload(self) -> int:
         """Send all that MLflow lacks of the record, and return how many points that were.
@@ -154,7 +144,7 @@ class Mirror:
 
     def _give_up(self, error: Exception) -> None:
         self.broken = True
-        _warn_once(error)
+        warn_once(error)
 
     def _connect(self) -> None:
         self.client, self.experiment = connect(self.uri)
@@ -177,14 +167,17 @@ class Mirror:
     def _describe(self) -> None:
         """Make the run where there is none; params, tags and artifacts."""
         about, status = self.about, read_status(self.folder)
-        sweeps = status.sweeps if status else [about.sweep] if about.sweep else []
         tags = {"run_key": about.key or self.folder.name, "command": about.command,
-                "sweep": about.sweep, "sweeps": ", ".join(sweeps)}
+                "sweep": status.sweep, "sweeps": ", ".join(status.sweeps),
+                # A trial of tuning is in no sweep's comparison.
+                "trial_of": (", ".join(status.trials) or "no sweep") if status.trial else None,
+                "tuning": about.tuning and about.tuning["text"]}
         tags = {name: cut(value, MAX_TAG) for name, value in tags.items() if value}
+        tags |= {sweep.member(name): "yes" for name in status.sweeps}
         if self.run_id is None:
             self.run_id = self.client.create_run(self.experiment, run_name=about.name, tags=tags).info.run_id
         self._send_params(self.client.get_run(self.run_id).data.params, tags)
-        for file in ("config.yaml", "environment.json"):
+        for file in ("config.yaml", "environment.json", *(["tuning.json"] if about.tuning else [])):
             self.client.log_artifact(self.run_id, str(self.folder / file))
 
     def _send_params(self, there: Mapping[str, str], tags: Mapping[str, str]) -> None:
@@ -259,145 +252,31 @@ def catch_up(folder: Path, uri: str) -> None:
     try:
         upload(folder, uri)
     except Exception as error:
-        _warn_once(error)
+        warn_once(error)
 
 
-def join_sweep(folder: Path, sweep: str, uri: str | None) -> None:
-    """Say that a finished run belongs to one more sweep, in its record and in the tag `sweeps` of its MLflow run."""
-    status = read_status(folder)
-    if status is None or sweep in status.sweeps:
+def join_sweep(folder: Path, name: str | None, uri: str | None, trial: bool = False) -> None:
+    """Say that a finished run belongs to one more sweep, as a result or a trial, in its record and its MLflow run."""
+    before = read_status(folder)
+    status = before and joined(before, name, trial)
+    if status == before:
         return
-    status = replace(status, sweeps=[*status.sweeps, sweep])
     write_status(folder, status)
     if uri and status.mlflow_run_id:
         try:
-            connect(uri)[0].set_tag(status.mlflow_run_id, "sweeps", cut(", ".join(status.sweeps), MAX_TAG))
+            _retag(connect(uri)[0], before, status)
         except Exception as error:
-            _warn_once(error)
+            warn_once(error)
 
 
-def address(runs: str, wanted: bool | str) -> str | None:
-    """The URI that the option `mlflow` stands for: true is a database in the runs folder, false is none.
-
-    Raises:
-        ValueError: a text that is no URI.
-    """
-    if isinstance(wanted, str):
-        if "://" not in wanted:
-            raise ValueError(f"mlflow={wanted!r} must be true, false or a URI such as http://127.0.0.1:5000")
-        return wanted
-    return f"sqlite:///{(Path(runs) / 'mlflow.db').absolute()}" if wanted else None
-
-
-def exists(uri: str) -> bool:
-    """May there be something at a URI? Of a sqlite file that is known."""
-    return not uri.startswith(_SQLITE) or Path(uri.removeprefix(_SQLITE)).exists()
-
-
-def connect(uri: str) -> tuple[Any, str]:
-    """A client of a database or server, and the id of our experiment in it; a sqlite file is made where missing.
-
-    Safe to call from many processes at once on an empty folder.
-    """
-    # MLflow's own usage statistics; it reads these when it is imported.
-    for name, value in ({"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"} | _PATIENCE).items():
-        os.environ.setdefault(name, value)
-    from mlflow.tracking import MlflowClient
-
-    # Importing MLflow sets the levels of its loggers. What they say of a failure is in its exception too.
-    for chatty in ("mlflow", "alembic", "sqlalchemy.pool"):
-        logging.getLogger(chatty).setLevel(logging.CRITICAL)
-    if not uri.startswith(_SQLITE):
-        client = MlflowClient(uri)
-        return client, _experiment(client, None)
-    database = Path(uri.removeprefix(_SQLITE)).absolute()
-    database.parent.mkdir(parents=True, exist_ok=True)
-    # MLflow creates its tables and looks for its experiment without a lock, and of several processes some crash.
-    with FileLock(database.with_suffix(".lock")):
-        if not database.exists():
-            _create(database)
-        # First: a file that cannot be opened fails here at once, in MLflow after minutes.
-        _write_ahead(database)
-        client = MlflowClient(f"sqlite:///{database}")
-        # The default location is relative to the folder in which the process happens to run.
-        return client, _experiment(client, (database.parent / "artifacts").as_uri())
-
-
-def _create(database: Path) -> None:
-    """A new database, in one step: MLflow cannot go on with one whose making was interrupted."""
-    from mlflow.tracking import MlflowClient
-
-    new = database.with_name(f".{database.name}-new")
-    for part in ("", "-journal"):
-        Path(f"{new}{part}").unlink(missing_ok=True)
-    MlflowClient(f"sqlite:///{new}").get_experiment_by_name(EXPERIMENT)
-    new.rename(database)
-
-
-def _experiment(client: Any, artifacts: str | None) -> str:
-    """The id of our experiment, made where missing; several processes may ask for it at once."""
-    from mlflow.exceptions import MlflowException
-
-    found = client.get_experiment_by_name(EXPERIMENT)
-    if found is None:
-        try:
-            return client.create_experiment(EXPERIMENT, artifacts)
-        except MlflowException:
-            found = client.get_experiment_by_name(EXPERIMENT)
-            if found is None:
-                raise
-    return found.experiment_id
-
-
-def _write_ahead(database: Path) -> None:
-    """Let processes write side by side, four times faster. The mode stays in the file.
-
-    Raises:
-        sqlite3.Error: the file cannot be opened, or is no database.
-    """
-    with closing(sqlite3.connect(database, timeout=60)) as connection:
-        mode = connection.execute("PRAGMA journal_mode").fetchone()[0]
-        if mode != "wal" and not _on_network(database):
-            connection.execute("PRAGMA journal_mode=WAL")
-
-
-def _on_network(path: Path) -> bool:
-    """Is the file on a file system of several machines, where sqlite's shared memory does not work?"""
-    try:
-        mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
-    except OSError:
-        return False
-    inside = [(mount, kind) for mount, kind in mounts if path.absolute().is_relative_to(mount)]
-    kind = max(inside, key=lambda item: len(item[0]), default=("", ""))[1]
-    return kind.startswith(("nfs", "lustre", "cifs", "smb", "beegfs", "gpfs", "ceph", "afs", "fuse.sshfs"))
-
-
-def safe(name: str) -> str:
-    """A name that MLflow takes. A changed one ends in a hash of the original, so that no two become the same."""
-    if legal(name):
-        return name
-    clean = re.sub(r"[^A-Za-z0-9_\-. :]+", "_", name).lstrip(". ")
-    return f"{clean[:MAX_KEY - 9]}-{_hash(name)}"
-
-
-def cut(text: str, limit: int) -> str:
-    """At most `limit` characters. A cut text ends in a hash of the whole, so that different ones stay different."""
-    return text if len(text) <= limit else f"{text[:limit - 12]}... {_hash(text)}"
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
-
-
-_warned = False
-
-
-def _warn_once(error: Exception) -> None:
-    """One line a process: in a grid, all runs have the same trouble."""
-    global _warned
-    if not _warned:
-        first = (str(error).strip().splitlines() or [""])[0]
-        reason = f"{type(error).__name__}: {first}"
-        print(f"warning: MLflow fails, the local records go on without it: {reason}; python -m "
-              "experiments.sync sends what is missing later", file=sys.stderr, flush=True)
-    _warned = True
+def _retag(client: Any, before: Status, now: Status) -> None:
+    """The tags of a run that has joined a sweep."""
+    trial_of = ", ".join(now.trials) if now.trial else None
+    tags = {"sweep": now.sweep, "sweeps": ", ".join(now.sweeps), "trial_of": trial_of}
+    for name, value in tags.items():
+        if value:
+            client.set_tag(now.mlflow_run_id, name, cut(value, MAX_TAG))
+    for name in now.sweeps:
+        client.set_tag(now.mlflow_run_id, sweep.member(name), "yes")
+    if before.trial and not now.trial:
+        client.delete_tag(now.mlflow_run_id, "trial_of")
