@@ -17,7 +17,7 @@ BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install packages venv quickstart test look browser ui gpu aot bench-step bench-cpu lint lock test-floor clean
+.PHONY: help install packages venv quickstart test look browser ui gpu slurm aot bench-step bench-cpu lint lock test-floor clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -84,6 +84,10 @@ gpu:  ## where a GPU is: test the kernels on it and measure them (PYTHON with to
 	$(PYTHON) -m kernels.bench_gpu --write || status=1; \
 	$(PYTHON) -m kernels.bench_gpu_sparse --write || status=1; \
 	$(PYTHON) -m kernels.bench_gpu_linear || status=1; exit $$status
+
+slurm: $(INSTALLED)  ## where Debian's slurm-wlm and munge are, as root: a grid on a Slurm of one node
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[slurm]'
+	@tests/slurm/with_slurm $(BIN)/python -m pytest -s tests/slurm
 
 aot: $(INSTALLED)  ## compile every Triton kernel for GPUs that need not be here, into docs/kernels_gpu.md
 	@TRITON_DEFAULT_FP_FUSION=1 $(BIN)/python -m kernels.triton_aot --write

@@ -21,18 +21,19 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 from torch import Tensor
 
+from analysis import rows
 from arch.encoder_decoder import EncoderDecoder
-from experiments import cli, resume, tasks
+from experiments import cli, resume
 from experiments.record import read_description
 from experiments.tasks.base import Item
 from experiments.tasks.transduction import WORDS
-from mixers.options import call, nearest
+from mixers.options import nearest
 
 _OPTIONS = ("run", "suite", "row", "out", "runs")
 
 
 def figure(run: str, suite: str | None = None, row: int = 0, runs: str = "runs") -> go.Figure:
-    """The heat maps of one row of a test suite; `suite` None: that of the trained size, or the last.
+    """The heat maps of one row of a test suite; `suite` None: the hardest that was trained for, or the last.
 
     Raises:
         ValueError: no such run, suite or row, or a run without an encoder.
@@ -41,15 +42,7 @@ def figure(run: str, suite: str | None = None, row: int = 0, runs: str = "runs")
     if not isinstance(model, EncoderDecoder):
         raise ValueError(f"run={run} has no encoder: there is nothing to align")
     options = read_description(resume.find(run, runs)).config["task"]
-    task = call(tasks.get(options["name"]), {k: v for k, v in options.items() if k != "name"}, "task")
-    suites = task.suites("test")
-    name = suite or next(iter(task.suites("validation")))
-    name = name if name in suites or suite else list(suites)[-1]
-    if name not in suites:
-        raise ValueError(f"suite={name} does not exist{nearest(name, suites)}; the suites are {', '.join(suites)}")
-    if not 0 <= row < len(suites[name]):
-        raise ValueError(f"row={row} must be from 0 to {len(suites[name]) - 1}")
-    item = suites[name][row]
+    name, item = rows.of_suite(options, suite, row)
     weights = model.alignments(item["source"][None], item["tokens"][None])
     digits = options.get("rule") == "digits"
     return heat_maps({layer: w[0] for layer, w in weights.items()}, item, digits, f"{name}, row {row} of run {run}")

@@ -79,7 +79,9 @@ def row_labels(figure: go.Figure, cells: Sequence[str]) -> None:
     """Cells from top to bottom, named at the left; the height follows their number."""
     labels = [escape(brief(cell)) for cell in cells]
     figure.update_layout(height=_TOP + _BOTTOM + _ROW * len(cells), hovermode="closest")
-    figure.update_layout(margin={"l": 16 + _CHARACTER * max(map(len, labels)), "r": 14})
+    left = 16 + _CHARACTER * max(map(len, labels), default=0)
+    figure.update_layout(margin={"l": left, "r": 14})
+    figure.update_annotations(xshift=8 - left)
     figure.update_yaxes(range=(len(cells) - 0.5, -0.5), tickvals=list(range(len(cells))), ticktext=labels)
 
 

@@ -11,10 +11,11 @@ from functools import cached_property
 
 import pandas as pd
 
-from analysis import tables
+from analysis import extrapolation, tables, tuning
+from analysis.pareto import Standing, standings
 from analysis.runs import Records, counted, only
 from analysis.statistics import band, compare, gain, not_apart
-from experiments.metrics import metric
+from experiments.metrics import direction, metric
 
 # Of an accuracy, or of a loss in nats: a difference is not believed to repeat better than this from seed to seed.
 RESOLUTION = 0.001
@@ -29,6 +30,7 @@ MOST_SENTENCES, MOST_GROUPS = 6, 8
 
 def by_task(records: Records) -> list[Comparison]:
     """One comparison a task. Runs of unknown task (broken records) go to the first: they are listed somewhere."""
+    records = extrapolation.apart(records)
     runs = records.runs
     known = sorted(runs["task"].dropna().unique(), key=str)
     if len(known) < 2:
@@ -82,6 +84,14 @@ class Comparison:
     def same(self) -> dict[str, list[str]]:
         """cell -> the cells it cannot be told apart from, best first."""
         return {cell: [] for cell in self.cells} | not_apart(self.pairs)
+
+    def front(self, cost: str) -> dict[str, Standing]:
+        """cell -> its place by the Pareto front of the deciding quality and a cost, where both are known."""
+        if not self.quality:
+            return {}
+        points = {cell: tuple(self.summary.at[cell, name] for name in (cost, self.quality[0])) for cell in self.cells}
+        known = {cell: (c.mean, q.mean) for cell, (c, q) in points.items() if c.n and q.n and c.mean > 0}
+        return standings(known, direction(self.quality[0]), self.same)
 
     @cached_property
     def groups(self) -> dict[str, str]:
@@ -149,7 +159,7 @@ class Comparison:
         learning = [f"{cell} was still learning at this budget: {text}." for cell, text in self.learning.items()]
         if len(learning) > MOST_SENTENCES:
             learning = [f"{len(learning)} cells were still learning at this budget: {_listed(list(self.learning))}."]
-        return [*self._ranking(), *learning]
+        return [*self._ranking(), *learning, *tuning.told(self.counted)]
 
     def _ranking(self) -> Iterable[str]:
         name, best = self.quality[0], self.cells[0]
@@ -173,6 +183,9 @@ class Comparison:
     def warnings(self) -> list[str]:
         """What makes the comparison less than fair."""
         found, runs = [], self.counted.runs
+        every, known = (set(table["stack"].fillna(table["layout"]).dropna()) for table in (self.records.runs, runs))
+        if known and every - known:
+            found.append(f"Nothing is known of {_listed(sorted(map(str, every - known)))}: no such run finished.")
         if runs["last_tokens"].nunique() > 1:
             found.append(f"The runs had different budgets: {_span(runs['last_tokens'])} training tokens.")
         commits = self.records.environment.reindex(runs["run"]).get("commit", pd.Series(dtype=object)).nunique()
@@ -192,7 +205,7 @@ class Comparison:
                 )
         if self.cells and not self.costs:
             found.append("No finished run recorded what it costs (complexity/...).")
-        return found
+        return [*found, *tuning.warnings(self.counted)]
 
 
 def _gained(name: str, curve: pd.DataFrame, goal: float) -> str | None:

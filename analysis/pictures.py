@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import pandas as pd
 import plotly.graph_objects as go
 
-from analysis import canvas, plots, tables
+from analysis import canvas, depth, extrapolation, plots, sheets, tables
 from analysis.canvas import Style
 from analysis.comparison import Comparison, by_task
-from analysis.pareto import standings
 from analysis.runs import Records
 from analysis.statistics import LEVEL
 from experiments.metrics import metric
@@ -38,30 +38,56 @@ class Picture:
 
 def figures(records: Records) -> dict[str, go.Figure]:
     """The pictures of the report by slug, titled, for use outside it; with several tasks, slugs start with the task."""
-    found = {}
-    comparisons = by_task(records)
+    comparisons = by_task(records) if len(records.runs) else []
+    looks = styles(comparisons)
+    found = {picture.slug: _titled(picture) for picture in overview(comparisons, looks)}
     for about in comparisons:
         start = f"{_slug(about.task)}-" if len(comparisons) > 1 else ""
-        for picture in pictures(about):
-            title = {"text": f"{picture.title} ({about.task})", "x": 0.01, "y": 0.98, "yanchor": "top"}
-            # Room for the title, which stands outside of the picture in the report.
-            top = picture.figure.layout.margin.t + 30
-            picture.figure.update_layout(title=title, height=picture.figure.layout.height + 30, margin_t=top)
-            found[start + picture.slug] = picture.figure
+        found |= {start + picture.slug: _titled(picture, about.task) for picture in pictures(about, looks)}
     return found
 
 
-def pictures(about: Comparison) -> list[Picture]:
-    """All pictures of one task, the most telling first."""
-    looks = styles(about)
-    drawn = (_ranking, _difficulty, _tradeoffs, _learning)
-    return [picture for draw in drawn for picture in draw(about, looks)]
+def _titled(picture: Picture, task: str = "") -> go.Figure:
+    """The figure with its title, which stands outside of it in the report."""
+    figure, room = picture.figure, 30
+    title = {"text": canvas.escape(f"{picture.title} ({task})" if task else picture.title), "x": 0.01, "y": 0.97}
+    layout = figure.layout
+    return figure.update_layout(title=title, height=layout.height + room, margin_t=layout.margin.t + room)
 
 
-def styles(about: Comparison) -> dict[str, Style]:
-    """The looks of every cell that is counted."""
-    runs = about.counted.runs
+def styles(comparisons: Sequence[Comparison], others: pd.DataFrame | None = None) -> dict[str, Style]:
+    """The looks of every cell that is counted: the same under every task.
+
+    Args:
+        others: further runs, as in `Records`, whose cells are drawn too.
+    """
+    tables = [about.counted.runs for about in comparisons] + ([others] if others is not None else [])
+    runs = pd.concat([pd.DataFrame(columns=_LABELS), *(table[_LABELS] for table in tables)])
     return canvas.styles(runs.assign(stack=runs["stack"].fillna(runs["layout"]).map(str)))
+
+
+_LABELS = ["cell", "stack", "layout"]
+
+
+def overview(comparisons: Sequence[Comparison], styles: Mapping[str, Style]) -> list[Picture]:
+    """One small picture a task, all with the same cells in the same order; none of one task alone."""
+    known = [about for about in comparisons if about.quality and about.cells]
+    if len(known) < 2:
+        return []
+    order = sheets.overview_cells(known)
+    return [_overview(about, [cell for cell in order if cell in about.cells], styles) for about in known]
+
+
+def _overview(about: Comparison, cells: Sequence[str], styles: Mapping[str, Style]) -> Picture:
+    name = about.quality[0]
+    found = {cell: about.summary.at[cell, name] for cell in cells}
+    caption = f"From the smallest state to the largest; bars are {LEVEL:.0%} intervals over seeds."
+    return Picture(f"overview-{_slug(about.task)}", about.task, caption, plots.dots(found, name, styles))
+
+
+def pictures(about: Comparison, styles: Mapping[str, Style]) -> list[Picture]:
+    """All pictures of one task, the most telling first."""
+    return [picture for draw in _DRAWN for picture in draw(about, styles)]
 
 
 def _ranking(about: Comparison, styles: Mapping[str, Style]) -> Iterator[Picture]:
@@ -90,6 +116,26 @@ def _difficulty(about: Comparison, styles: Mapping[str, Style]) -> Iterator[Pict
         yield Picture("difficulty", "Accuracy by difficulty", caption, figure)
 
 
+def _lengths(about: Comparison, styles: Mapping[str, Style]) -> Iterator[Picture]:
+    name, found = extrapolation.by_length(about.counted)
+    if found:
+        caption = (
+            f"The same text in windows of several lengths; bars are {LEVEL:.0%} intervals over seeds. "
+            "Points of one length stand side by side only to be seen."
+        )
+        trained = [extrapolation.trained_length(about.counted)]
+        figure = plots.along(found, trained, name, (tables.AXES["length"], metric(name).title), styles)
+        yield Picture("length", f"{_capital(metric(name).title)} by length", caption, figure)
+
+
+def _depths(about: Comparison, styles: Mapping[str, Style]) -> Iterator[Picture]:
+    for number, figure in enumerate(depth.heat_maps(depth.grids(about.counted, about.cells))):
+        length = extrapolation.trained_length(about.counted)
+        trained = f" Trained at {length} tokens." if length else ""
+        caption = f"Mean test accuracy over seeds, a row a cell and length.{trained}"
+        yield Picture(f"depth-{number}" if number else "depth", "Accuracy by depth and length", caption, figure)
+
+
 def _learning(about: Comparison, styles: Mapping[str, Style]) -> Iterator[Picture]:
     for name, bands in about.curves.items():
         caption = f"Mean over seeds; the band is its {LEVEL:.0%} interval."
@@ -113,11 +159,9 @@ def _tradeoffs(about: Comparison, styles: Mapping[str, Style]) -> Iterator[Pictu
 
 def _tradeoff(about: Comparison, name: str, cost: str, styles: Mapping[str, Style]) -> Picture:
     points = {cell: (about.summary.at[cell, cost].mean, about.summary.at[cell, name]) for cell in about.cells}
-    known = {cell: (x, i.mean) for cell, (x, i) in points.items() if i.n and x > 0}
-    better = metric(name).better
     # Only the deciding quality is tested, so only there a cell can be dominated.
-    front = standings(known, better, about.same) if name == about.quality[0] and better else {}
-    corner = "Lower" if better == "lower" else "Upper"
+    front = about.front(cost) if name == about.quality[0] else {}
+    corner = "Lower" if metric(name).better == "lower" else "Upper"
     caption = f"One point a cell; bars are {LEVEL:.0%} intervals over seeds. {corner} left is better and cheaper."
     if front:
         caption += (
@@ -127,6 +171,9 @@ def _tradeoff(about: Comparison, name: str, cost: str, styles: Mapping[str, Styl
     title = f"{_capital(metric(name).title)} against {metric(cost).title}"
     figure = plots.tradeoff(points, cost, name, styles, front)
     return Picture(f"{_slug(name)}-against-{_slug(cost)}", title, caption, figure)
+
+
+_DRAWN = (_ranking, _difficulty, _lengths, _depths, _tradeoffs, _learning)
 
 
 def _slug(name: str) -> str:

@@ -176,6 +176,29 @@ def ranking(
     return figure
 
 
+def dots(found: Mapping[str, Interval], name: str, styles: Mapping[str, Style]) -> go.Figure:
+    """One quality of every cell, in rows; the axis starts at 0, so that what is nearly equal looks it.
+
+    Args:
+        found: cell -> its quality `name` over seeds, from top to bottom.
+    """
+    figure = canvas.frame("", canvas.axis_title(name), {})
+    canvas.row_labels(figure, list(found))
+    top = 1.0 if name.endswith("accuracy") else max((i.mean for i in found.values() if i.n), default=1.0)
+    figure.update_xaxes(range=(0, 1.08 * top), showgrid=True)
+    for row, (cell, i) in enumerate(found.items()):
+        if i.n:
+            figure.add_scatter(
+                x=[i.mean],
+                y=[row],
+                error_x=canvas.bars([i]),
+                mode="markers",
+                **canvas.look(styles[cell], cell, size=11),
+                hovertemplate=canvas.hover(cell, f"{metric(name).title}: %{{x:.4g}}"),
+            )
+    return figure
+
+
 def growth(points: Mapping[str, pd.DataFrame], title: str, name: str, styles: Mapping[str, Style]) -> go.Figure:
     """What was measured against the length, both logarithmic, and the counted growth dotted through its middle.
 
@@ -218,6 +241,6 @@ def _shade(figure: go.Figure, pairs: Sequence[int], trained: Sequence[int]) -> N
         if never:
             left, right = edges[indices[0]], edges[indices[-1] + 1]
             figure.add_vrect(x0=left, x1=right, fillcolor="#808080", opacity=0.14, line_width=0, layer="below")
-            middle = (math.log10(left) + math.log10(right)) / 2
-            place = {"x": middle, "y": 1, "yref": "paper", "yanchor": "bottom"}
-            figure.add_annotation(text="never trained", showarrow=False, font_size=11, **place)
+            # Along its edge, between two numbers: nothing is drawn there but lines.
+            place = {"x": math.log10(left), "xanchor": "left", "y": 0.98, "yref": "paper", "yanchor": "top"}
+            figure.add_annotation(text="never trained", textangle=-90, showarrow=False, font_size=11, **place)

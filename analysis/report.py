@@ -1,4 +1,10 @@
-"""One self-contained HTML about a set of runs: `python -m analysis.report [--runs runs] [--sweep NAME] [--html FILE]`.
+"""All about a set of runs: `python -m analysis.report [--runs runs] [--sweep NAME] [--html FILE]`, one HTML page.
+
+    python -m analysis.report                          runs/report.html, and the result in the terminal
+    python -m analysis.report --sweep NAME             of the runs of one sweep
+    python -m analysis.report --format json|csv|md     the same tables, on standard output
+    python -m analysis.report --bench runs/bench/TIME  measured times beside them (default: the newest benchmark)
+    python -m analysis.report --influence              which tokens the models depend on, too: it loads one a cell
 
 What was compared, what came out with which certainty, at what cost, and what is missing. Failed and broken runs are
 listed, and two means that cannot be told apart are never ranked without saying so.
@@ -9,52 +15,87 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import pandas as pd
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from analysis import canvas, publish, tables
+from analysis import bench, canvas, export, publish, scaling, sheets, tables
+from analysis.canvas import Style
 from analysis.comparison import CATCH_UP, LAST, MARGIN, RESOLUTION, Comparison, by_task
-from analysis.pictures import Picture, figures, pictures, styles
+from analysis.pictures import Picture, figures, overview, pictures, styles
 from analysis.runs import Records, load, select
 from analysis.statistics import LEVEL
-from experiments.metrics import metric
+from analysis.terminal import told
+from mixers.options import nearest
 
 __all__ = ["build", "figures", "headline", "main"]
 
-# Of runs that are not counted, in a terminal.
-MOST_LINES = 12
+FORMATS = ("html", *export.FORMATS)
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 
 
-def build(records: Records, command: str = "python -m analysis.report") -> str:
+def build(
+    records: Records,
+    command: str = "python -m analysis.report",
+    measured: Records | None = None,
+    missing: str = "",
+    influence: bool = False,
+) -> str:
     """The report as one HTML text that loads nothing from outside.
 
     Args:
-        records: at least one run, finished or not.
+        records: of runs, finished or not; they may be none.
         command: what makes this report again.
+        measured: those of a benchmark.
+        missing: why there are no runs.
+        influence: look at what the models depend on, see `analysis.influence`; seconds a cell.
     """
-    return _page(records, by_task(records), command)
+    records = bench.joined(records, measured) if measured else records
+    return _page(records, by_task(records) if len(records.runs) else [], command, measured, missing, influence)
 
 
-def _page(records: Records, comparisons: Sequence[Comparison], command: str) -> str:
+def headline(records: Records) -> str:
+    """For a terminal: of every cell its quality, training FLOPs a token and state; then what to know about them."""
+    return told(records, by_task(records) if len(records.runs) else [])
+
+
+def _page(
+    records: Records,
+    comparisons: Sequence[Comparison],
+    command: str,
+    measured: Records | None,
+    missing: str,
+    influence: bool,
+) -> str:
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
+    looks = styles(comparisons, scaling.cells(measured).runs if measured else None)
+    grown = bench.growth(measured, looks) if measured else None
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        parts=[_part(comparison, number) for number, comparison in enumerate(comparisons)],
+        missing=missing,
+        parts=[_part(comparison, looks, number, influence) for number, comparison in enumerate(comparisons)],
+        influence=influence,
+        together=sheets.overview(comparisons),
+        overview=[_picture(picture, picture.slug) for picture in overview(comparisons, looks)],
+        cells=list(styles(comparisons)),
+        swatches={cell: Markup(canvas.swatch(look)) for cell, look in looks.items()},
         runs=len(records.runs),
+        unstarted=records.unstarted.to_dict("records"),
         problems=records.problems.to_dict("records"),
+        growth=grown,
+        growing=[_picture(picture, picture.slug) for picture in grown.pictures] if grown else [],
         environment=tables.environment(records).to_dict("records"),
         commands=list(dict.fromkeys(records.runs["command"].dropna())),
         command=command,
         plotly=Markup(get_plotlyjs()),
         level=f"{LEVEL:.0%}",
+        mistakes=f"{1 - LEVEL:.0%}",
         resolution=RESOLUTION,
         last=f"{LAST:.0%}",
         margin=MARGIN,
@@ -62,70 +103,22 @@ def _page(records: Records, comparisons: Sequence[Comparison], command: str) -> 
     )
 
 
-def headline(records: Records) -> str:
-    """For a terminal: of every cell its quality, training FLOPs a token and state; then what to know about them."""
-    return _told(by_task(records))
-
-
-def _told(comparisons: Sequence[Comparison]) -> str:
-    return "\n\n".join(_headline(comparison) for comparison in comparisons)
-
-
-def _headline(about: Comparison) -> str:
-    telling = ("complexity/flops_per_token_train", "complexity/state_bytes", "complexity/parameters")
-    costs = [name for start in telling for name in about.costs if name.startswith(start)]
-    names = [*about.quality[:1], *costs[:2]]
-    rows = [["cell", *(metric(name).title for name in names), "seeds", "group"]]
-    for cell in about.cells:
-        values = [tables.show(name, about.summary.at[cell, name], about.sizes[cell]) for name in names]
-        rows.append([cell, *values, str(about.sizes[cell]), about.groups[cell]])
-    lines = [f"{about.task}: {about.budget}, seeds {', '.join(about.seeds) or 'not recorded'}"]
-    if about.cells:
-        lines += ["", tables.text(rows), about.group_note, "", *_frontier(about)]
-    lost = [f"Not counted: {row['who']}: {row['status']}, {row['reason']}" for row in _left(about)]
-    if len(lost) > MOST_LINES:
-        lost = [*lost[: MOST_LINES - 1], f"Not counted: {len(lost) - MOST_LINES + 1} more, listed in the report"]
-    return "\n".join([*lines, *about.findings, *about.warnings, *lost])
-
-
-def _frontier(about: Comparison) -> list[str]:
-    """Quality at what is read for it, for a terminal, where it was tested along lengths."""
-    if len(about.reads) < 2:
-        return []
-    rows = [["cell", *(metric(name).title for name in about.reads)]]
-    for cell in about.cells:
-        both = [[tables.show(name, about.summary.at[cell, name]) for name in pair] for pair in about.reads.items()]
-        rows.append([cell, *map(" at ".join, both)])
-    return ["Each at the bytes that attention moves for one more token behind such a row:", "", tables.text(rows), ""]
-
-
-def _left(about: Comparison) -> list[dict[str, str]]:
-    """The runs that no mean contains, as text: who, status, reason, tokens, folder."""
-    return [
-        {
-            "who": f"{row.cell}, seed {row.seed}" if pd.notna(row.seed) else str(row.cell),
-            "status": row.status,
-            "reason": row.reason.strip().split("\n")[0],
-            "tokens": f"{row.last_tokens:,.0f}" if pd.notna(row.last_tokens) else tables.NOTHING,
-            "folder": row.folder if pd.notna(row.folder) else tables.NOTHING,
-        }
-        for row in tables.not_counted(about.records).itertuples()
-    ]
-
-
-def _part(about: Comparison, number: int) -> dict[str, Any]:
+def _part(about: Comparison, looks: Mapping[str, Style], number: int, influence: bool) -> dict[str, Any]:
     """What the template says about the runs of one task."""
-    looks = styles(about)
     common, differing = tables.settings(about.records)
+    maps, unmapped = _influence(about, looks) if influence else ([], [])
     return {
         "about": about,
         "stacks": sorted(set(about.records.runs["stack"].dropna().map(str))),
         "options": _task_options(about.records),
-        "swatches": {cell: Markup(canvas.swatch(looks[cell])) for cell in about.cells},
-        "columns": [_column(name) for name in [*about.quality, *about.costs]],
-        "rows": [_row(about, cell) for cell in about.cells],
-        "left": _left(about),
-        "pictures": [_picture(picture, f"picture-{number}-{picture.slug}") for picture in pictures(about)],
+        "cells": sheets.cells(about),
+        "to_best": sheets.to_best(about),
+        "pairs": sheets.pairs(about),
+        "tuning": sheets.tuned(about),
+        "left": sheets.left(about),
+        "pictures": [_picture(picture, f"{number}-{picture.slug}") for picture in pictures(about, looks)],
+        "maps": [_picture(picture, f"{number}-{picture.slug}") for picture in maps],
+        "unmapped": unmapped,
         "common": common.to_dict("records"),
         "differing": {
             "names": list(differing),
@@ -134,30 +127,22 @@ def _part(about: Comparison, number: int) -> dict[str, Any]:
     }
 
 
+def _influence(about: Comparison, looks: Mapping[str, Style]) -> tuple[list[Picture], list[str]]:
+    # It reads checkpoints, and so imports what trains.
+    from analysis.influence import section
+
+    return section(about.counted, looks)
+
+
 def _picture(picture: Picture, place: str) -> dict[str, Any]:
     """Plotly's JSON escapes what could end a script element."""
-    height = picture.figure.layout.height
-    return {"id": place, "about": picture, "height": height, "json": Markup(picture.figure.to_json())}
-
-
-def _column(name: str) -> dict[str, str]:
-    known = metric(name)
     return {
-        "name": name,
-        "title": known.title,
-        "unit": "" if known.unit in known.title else known.unit,
-        "better": known.better or "",
-    }
-
-
-def _row(about: Comparison, cell: str) -> dict[str, Any]:
-    values = {name: tables.show(name, about.summary.at[cell, name], about.sizes[cell]) for name in about.summary}
-    return {
-        "cell": cell,
-        "seeds": about.sizes[cell],
-        "values": values,
-        "group": about.groups[cell],
-        "learning": cell in about.learning,
+        "id": f"picture-{place}",
+        "slug": picture.slug,
+        "title": picture.title,
+        "caption": picture.caption,
+        "height": picture.figure.layout.height,
+        "json": Markup(picture.figure.to_json()),
     }
 
 
@@ -169,39 +154,68 @@ def _task_options(records: Records) -> list[tuple[str, str]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; the result is the exit code: 0, or 2 where no report can be built."""
-    parser = argparse.ArgumentParser(
-        prog="python -m analysis.report", description="Compare runs: one self-contained HTML page."
-    )
+    """The command line; the exit code: 0; 2 where there is nothing to compare, or nowhere to write it."""
+    parser = argparse.ArgumentParser(prog="python -m analysis.report", description="Compare runs.")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs' records (default: runs)")
     parser.add_argument("--sweep", help="only the runs of this sweep (default: all runs)")
+    parser.add_argument("--format", default="html", help=f"{', '.join(FORMATS)}; all but html are printed")
     parser.add_argument("--html", type=Path, help="the page to write (default: report.html in the folder of the runs)")
+    parser.add_argument("--bench", type=Path, help="records of a benchmark (default: the newest in RUNS/bench)")
+    parser.add_argument("--influence", action="store_true", help="load the models: which tokens do they depend on?")
     parser.add_argument("--no-mlflow", action="store_true", help="do not put the report of a sweep into MLflow")
     given = parser.parse_args(arguments)
-    page = given.html or given.runs / "report.html"
     try:
-        print(_write(given.runs, given.sweep, page))
-        if given.sweep is not None and not given.no_mlflow:
-            print(*publish.report(given.runs, given.sweep, page), sep="\n")
+        said, missing = _make(given)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+        said, missing = "", str(error)
+    if said:
+        print(said)
+    if missing:
+        print(f"error: {missing}", file=sys.stderr)
+    return 2 if missing else 0
 
 
-def _write(runs: Path, sweep: str | None, page: Path) -> str:
-    """Writes the report and returns what to print."""
-    records = load(runs)
-    if records.runs.empty:
-        raise ValueError(f"{runs} holds no runs; make some first: python -m experiments.train stack=mha task=mqar")
-    if sweep is not None:
-        records = select(records, sweep)
-    options = ["--runs", str(runs), *(["--sweep", sweep] if sweep is not None else []), "--html", str(page)]
+def _make(given: argparse.Namespace) -> tuple[str, str]:
+    """What to print, and why there is nothing to compare; then there is a page all the same, which says so."""
+    if given.format not in FORMATS:
+        raise ValueError(f"--format={given.format}{nearest(given.format, FORMATS)}; allowed are {', '.join(FORMATS)}")
+    if given.html and given.format != "html":
+        raise ValueError(f"--html={given.html} is for a page, and --format={given.format} is printed: leave one out")
+    records, missing = _chosen(load(given.runs), given)
+    folder = given.bench or bench.newest(given.runs, records)
+    measured = bench.read(folder) if folder else None
+    if given.format != "html":
+        records = bench.joined(records, measured) if measured else records
+        return export.document(given.format, records, _command(given)), missing
+    page = given.html or given.runs / "report.html"
     page.parent.mkdir(parents=True, exist_ok=True)
-    comparisons = by_task(records)
-    command = shlex.join(["python", "-m", "analysis.report", *options])
-    page.write_text(_page(records, comparisons, command), encoding="utf-8")
-    return f"{_told(comparisons)}\n\nreport: {page}"
+    command = _command(given, page, folder)
+    page.write_text(build(records, command, measured, missing, given.influence), encoding="utf-8")
+    places = [f"report: {page}"]
+    if given.sweep is not None and not missing and not given.no_mlflow:
+        places += publish.report(given.runs, given.sweep, page)
+    return "\n\n".join(filter(None, (headline(records), "\n".join(places)))), missing
+
+
+def _chosen(records: Records, given: argparse.Namespace) -> tuple[Records, str]:
+    """The runs that are asked for, and why there are none."""
+    none = replace(records, runs=records.runs.iloc[:0], curves=records.curves.iloc[:0])
+    if records.runs.empty:
+        first = "make some first: python -m experiments.train stack=mha task=mqar"
+        return none, f"{given.runs} holds no runs; {first}"
+    try:
+        return (select(records, given.sweep) if given.sweep is not None else records), ""
+    except ValueError as error:
+        return replace(none, problems=records.problems.iloc[:0]), str(error)
+
+
+def _command(given: argparse.Namespace, page: Path | None = None, folder: Path | None = None) -> str:
+    """What makes this report again."""
+    options = ["--runs", str(given.runs), *(["--sweep", given.sweep] if given.sweep is not None else [])]
+    options += ["--bench", str(folder)] if folder else []
+    options += ["--influence"] if given.influence else []
+    options += ["--html", str(page)] if page else ["--format", given.format]
+    return shlex.join(["python", "-m", "analysis.report", *options])
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import Any
 
 import pandas as pd
 
+from analysis.plans import unstarted
 from mixers.options import nearest
 
 FINISHED = "FINISHED"
@@ -24,6 +25,7 @@ UNKNOWN = "UNKNOWN"
 _FILES = ("status.json", "params.json", "metrics.jsonl", "config.yaml")
 _FACTS = (
     "run", "folder", "status", "reason", "sweep", "sweeps", "started", "seconds", "command", "last_step", "last_tokens",
+    "tuning",
 )  # fmt: skip
 _PARAMS = ("stack", "layout", "task", "seed")
 _POINT = ("metric", "step", "tokens", "value")
@@ -35,12 +37,14 @@ class Records:
 
     Attributes:
         runs: one row a run: run, folder, status, reason, sweep (which made it), sweeps (all it is in), started, seconds
-            (wall time), command, last_step, last_tokens (training tokens seen), cell, every param (stack, layout, task,
-            seed, d_model, ...), the last value of every metric. Of params, null, true, false and lists are JSON text.
+            (wall time), command, last_step, last_tokens (training tokens seen), tuning (how its learning rate was
+            chosen, a dict, where it was), cell, every param (stack, layout, task, seed, d_model, ...), the last value
+            of every metric. Of params, null, true, false and lists are JSON text.
         curves: run, metric, step, tokens, value: one row a logged value, in the order of logging.
         environment: one row a run, indexed by run: versions, commit, device, ...
         params: the columns of `runs` that are params.
         problems: run, problem: what is broken in the records.
+        unstarted: sweep, job: what grids were asked for and did not begin.
     """
 
     runs: pd.DataFrame
@@ -48,6 +52,7 @@ class Records:
     environment: pd.DataFrame
     params: tuple[str, ...]
     problems: pd.DataFrame
+    unstarted: pd.DataFrame
 
     @property
     def metrics(self) -> list[str]:
@@ -63,6 +68,8 @@ class Records:
 def load(folder: str | Path) -> Records:
     """The records in the subfolders of `folder`. A subfolder without any file of a record is not a run.
 
+    Trials of tuning are left out: they are no results, and on seeds that results must not have.
+
     Raises:
         ValueError: `folder` is not a folder.
     """
@@ -70,6 +77,7 @@ def load(folder: str | Path) -> Records:
     if not folder.is_dir():
         raise ValueError(f"runs={folder} is not a folder; it is made by the first python -m experiments.train")
     found = [_read(path) for path in sorted(folder.iterdir()) if any((path / name).is_file() for name in _FILES)]
+    found = [record for record in found if not record.trial]
     params = tuple(dict.fromkeys((*_PARAMS, *(name for record in found for name in record.params))))
     names = [record.facts["run"] for record in found]
     curves = [record.points.assign(run=name) for name, record in zip(names, found, strict=True) if len(record.points)]
@@ -83,6 +91,7 @@ def load(folder: str | Path) -> Records:
         environment=pd.DataFrame([record.environment for record in found], index=names, dtype=object),
         params=params,
         problems=pd.DataFrame(problems, columns=["run", "problem"]),
+        unstarted=unstarted(folder),
     )
 
 
@@ -92,12 +101,13 @@ def select(records: Records, sweep: str) -> Records:
     Raises:
         ValueError: no run belongs to it.
     """
-    known = sorted({name for names in records.runs["sweeps"] for name in names})
+    known = sorted({name for names in records.runs["sweeps"] for name in names} | set(records.unstarted["sweep"]))
     if sweep not in known:
         raise ValueError(
             f"no run belongs to the sweep {sweep!r}{nearest(sweep, known)}; sweeps: {', '.join(known) or 'none'}"
         )
-    return only(records, records.runs[[sweep in names for names in records.runs["sweeps"]]])
+    own = records.unstarted[records.unstarted["sweep"] == sweep]
+    return only(replace(records, unstarted=own), records.runs[[sweep in names for names in records.runs["sweeps"]]])
 
 
 def only(records: Records, runs: pd.DataFrame) -> Records:
@@ -128,6 +138,7 @@ class _Record:
     environment: dict[str, Any]
     points: pd.DataFrame
     problems: list[str]
+    trial: bool
 
 
 def _read(path: Path) -> _Record:
@@ -135,6 +146,7 @@ def _read(path: Path) -> _Record:
     params, params_fault = _mapping(path / "params.json")
     environment, environment_fault = _mapping(path / "environment.json")
     points, points_faults = _points(path / "metrics.jsonl")
+    tuning, tuning_fault = _mapping(path / "tuning.json") if (path / "tuning.json").exists() else ({}, None)
     # Without params nobody knows which cell the run belongs to, whatever its status.
     unusable = status_fault or params_fault
     facts = {
@@ -146,12 +158,13 @@ def _read(path: Path) -> _Record:
         "sweeps": tuple(map(str, status.get("sweeps") or filter(None, [status.get("sweep")]))),
         "last_step": points["step"].max(),
         "last_tokens": points["tokens"].max(),
+        "tuning": tuning or None,
     }
-    faults = [fault for fault in (status_fault, params_fault, environment_fault, *points_faults) if fault]
+    faults = [fault for fault in (status_fault, params_fault, environment_fault, tuning_fault, *points_faults) if fault]
     known = {
         name: _plain(v) for name, v in params.items() if name not in _FACTS and not (name in _PARAMS and v is None)
     }
-    return _Record(facts, known, environment, points, faults)
+    return _Record(facts, known, environment, points, faults, status.get("trial") is True)
 
 
 def _mapping(path: Path) -> tuple[dict[str, Any], str | None]:

@@ -11,10 +11,9 @@ import argparse
 import math
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import jinja2
 import numpy as np
@@ -23,6 +22,8 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from analysis import canvas, plots, tables
+from analysis.canvas import Style
+from analysis.pictures import Picture
 from analysis.runs import FINISHED, Records, load, only
 from experiments.timing import SHARED_CORES
 
@@ -164,7 +165,8 @@ def build(records: Records, command: str) -> str:
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        pictures=[_picture(known, quantity, styles) for quantity in QUANTITIES if points(known, quantity)],
+        # Plotly's JSON escapes what could end a script element.
+        pictures=[{"title": p.title, "json": Markup(p.figure.to_json())} for p in pictures(known, styles)],
         swatches={cell: Markup(canvas.swatch(style)) for cell, style in styles.items()},
         exponents=rows(found), summary=summary(found), warnings=warnings(known), failed=list(_failed(records)),
         environment=tables.environment(records).to_dict("records"), command=command, agree=AGREE,
@@ -172,13 +174,20 @@ def build(records: Records, command: str) -> str:
     )
 
 
-def _picture(records: Records, quantity: Quantity, styles: Any) -> dict[str, Any]:
-    """Title, and the figure as JSON; Plotly's JSON escapes what could end a script element."""
-    shown = points(records, quantity)
+def pictures(records: Records, styles: Mapping[str, Style]) -> list[Picture]:
+    """One picture for each quantity that was measured; `records` as of `cells`."""
+    known = [(quantity, points(records, quantity)) for quantity in QUANTITIES]
+    return [_picture(records, quantity, shown, styles) for quantity, shown in known if shown]
+
+
+def _picture(
+    records: Records, quantity: Quantity, shown: Mapping[str, pd.DataFrame], styles: Mapping[str, Style]
+) -> Picture:
     name = next(name for name in quantity.measured if any(name.split("<")[0] in column for column in records.metrics))
     unit = "CPU ms" if "cpu_ms" in name else "ms" if "_ms" in name else "bytes"
     figure = plots.growth(shown, f"{quantity.name} ({unit})", name.replace("<length>", "1"), styles)
-    return {"title": quantity.name.capitalize(), "json": Markup(figure.to_json())}
+    caption = "Measured, with its counted growth dotted through the middle: only the slopes compare."
+    return Picture(f"growth-{quantity.name.replace(' ', '-')}", quantity.name.capitalize(), caption, figure)
 
 
 def _failed(records: Records) -> Iterator[str]:

@@ -13,7 +13,7 @@ from itertools import combinations
 
 import numpy as np
 import pandas as pd
-from scipy import stats
+from scipy import special
 
 LEVEL = 0.95
 
@@ -47,7 +47,7 @@ def _half(values: np.ndarray, level: float) -> np.ndarray:
         return np.full(values.shape[1:], math.nan)
     # Rounding would give equal values a spread of 1e-17.
     spread = np.where(np.ptp(values, axis=0) == 0, 0.0, values.std(axis=0, ddof=1))
-    return stats.t.ppf((1 + level) / 2, n - 1) * spread / math.sqrt(n)
+    return special.stdtrit(n - 1, (1 + level) / 2) * spread / math.sqrt(n)
 
 
 def paired(differences: np.ndarray, resolution: float = 0.0, level: float = LEVEL) -> pd.DataFrame:
@@ -61,13 +61,17 @@ def paired(differences: np.ndarray, resolution: float = 0.0, level: float = LEVE
         [mean, half, n, p], one row a pair: the mean difference, half its t interval, how many seeds, and p. Below two
         seeds half and p are NaN; where nothing spreads, p is 1 for equal cells and 0 for others.
     """
-    known = pd.DataFrame(differences).where(np.isfinite(differences))
-    n, mean = known.count(), known.mean()
+    known = np.ma.masked_invalid(differences)
+    n = known.count(axis=0)
+    mean = np.ma.filled(known.mean(axis=0), math.nan)
     # Rounding would give equal values a spread of 1e-17.
-    spread = known.std().where(known.nunique() > 1, 0.0)
-    error = spread.clip(lower=resolution).where(n > 1) / np.sqrt(n)
-    p = pd.Series(2 * stats.t.sf(mean.abs() / error, n - 1)).mask((mean == 0) & (n > 1), 1.0)
-    return pd.DataFrame({"mean": mean, "half": stats.t.ppf((1 + level) / 2, n - 1) * error, "n": n, "p": p})
+    equal = (n > 1) & (np.ma.filled(np.ma.ptp(known, axis=0), math.nan) == 0)
+    spread = np.where(equal, 0.0, np.ma.filled(known.std(axis=0, ddof=1), math.nan))
+    error = np.maximum(spread, resolution) / np.sqrt(n)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        p = 2 * special.stdtr(n - 1, -np.abs(mean) / error)
+    p[(error == 0) & (mean == 0)] = 1.0
+    return pd.DataFrame({"mean": mean, "half": special.stdtrit(n - 1, (1 + level) / 2) * error, "n": n, "p": p})
 
 
 def holm(p: Sequence[float] | np.ndarray) -> np.ndarray:

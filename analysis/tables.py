@@ -74,6 +74,8 @@ def costs(records: Records) -> list[str]:
     }
     length = _number(records.runs.get("task.length"))
     state = states.get(length or 0) or (states[max(states)] if states else None)
+    times = [name for name in known if name.startswith("measured/decode_ms_at_")]
+    decode = max(times, key=lambda name: int(name.rsplit("_", 1)[1]), default=None)
     wanted = [
         "complexity/parameters",
         "complexity/flops_per_token_forward",
@@ -81,6 +83,7 @@ def costs(records: Records) -> list[str]:
         state,
         *reads(records).values(),
         "measured/train_tokens_per_second",
+        decode,
     ]
     return [name for name in wanted if name in known]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from arch.mlp import Kind, mlp, norm
-from mixers.base import Memory, Mixer, State
+from mixers.base import Memory, Mixer, Packing, State
 from mixers.convolution import ShortConvolution
 
 
@@ -92,16 +92,21 @@ class MixerSublayer(Sublayer):
 
     def alignments(self, x: Tensor, memory: Memory) -> dict[int, Tensor]:
         """Weights [B, T, H, S] of the branches that attend to the memory, by index; see `EncoderDecoder.alignments`."""
-        normed = self.before(x)
-        inputs = normed if self.convolution is None else self.convolution(normed)
         found: dict[int, Tensor] = {}
+        read = self.read(x)
         for i in sorted(self.cross):
             mixer = self.mixers[i]
             weights = getattr(mixer, "cross_weights", None)
             if weights is None:
                 raise ValueError(f"{type(mixer).__name__} has no method cross_weights: its weights cannot be told")
-            found[i] = weights(normed if mixer.has_convolution else inputs, memory)
+            found[i] = weights(read[i], memory)
         return found
+
+    def read(self, x: Tensor, packing: Packing | None = None) -> list[Tensor]:
+        """What each of the mixers reads when the sublayer is given x [B, T, D], to look at them one by one."""
+        normed = self.before(x)
+        inputs = normed if self.convolution is None else self.convolution(normed, packing)
+        return [normed if mixer.has_convolution else inputs for mixer in self.mixers]
 
     def _combine(self, outputs: list[Tensor]) -> Tensor:
         if self.norms is not None:

@@ -160,11 +160,10 @@ class EncoderDecoder(LanguageModel):
         found: dict[str, Tensor] = {}
         with evaluating(self):
             memory = self.encode(source)
-            x = self.stack.position(self.embed(tokens), None, None)
-            for i, (layer, block) in enumerate(zip(self.stack.layers, self.stack.blocks, strict=True)):
+            given = self.stack.passed(self.embed(tokens), None, memory)
+            for i, (layer, (block, x)) in enumerate(zip(self.stack.layers, given, strict=True)):
                 if block.mixing is not None:
                     found |= {f"{i} {layer.mixers[j]}": w for j, w in block.mixing.alignments(x, memory).items()}
-                x = block(x, None, memory if block.takes_memory else None)
         return found
 
     @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from arch.block import Block, BlockOptions
 from arch.layout import MLP, Layer, layers
 from mixers import registry
-from mixers.base import Memory, Mixer, State, positions
+from mixers.base import Memory, Mixer, Packing, State, positions
 from mixers.options import nearest
 from mixers.parts import mark
 
@@ -69,6 +69,15 @@ class Stack(Mixer):
             x, state = block.mix(x, None if past is None else past.part(str(i)), documents, memory)
             kept |= {f"{i}.{key}": tensor for key, tensor in state.items()}
         return self.norm(x), kept
+
+    def passed(
+        self, x: Tensor, packing: Packing | None = None, memory: Memory | None = None
+    ) -> Iterator[tuple[Block, Tensor]]:
+        """Each block and what it is given when the stack is given x [B, T, D] without pads: to look at one by one."""
+        x = self.position(x, None, None if packing is None else packing.documents)
+        for block in self.blocks:
+            yield block, x
+            x = block(x, packing, memory if block.takes_memory else None)
 
     @property
     def decode(self) -> str:

@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from experiments.config import Plan
+from experiments.ranks import ALONE, Group, Silent
 from experiments.record import Position, Record
 from experiments.signals import Terminated
 
@@ -109,17 +110,17 @@ class Saver(Callback):
     then in the record, and Lightning goes on with the next one. It must be the last callback.
     """
 
-    def __init__(self, plan: Plan, record: Record) -> None:
-        self.options, self.record = plan.trainer, record
+    def __init__(self, plan: Plan, record: Record | Silent, group: Group = ALONE) -> None:
+        self.options, self.record, self.group = plan.trainer, record, group
         self.every = plan.trainer.checkpoint_every or plan.trainer.validate_every
         self.saved = 0
-        self.ending = False
+        self.asked = self.ending = False
         self.listen: Callable[[], None] = lambda: None
         self.warned = False
 
     def ask_to_end(self) -> None:
         """Save after the step that is on, and raise `Terminated`."""
-        self.ending = True
+        self.asked = True
 
     def on_load_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         self.saved = checkpoint["global_step"]
@@ -139,13 +140,15 @@ class Saver(Callback):
 
     def _visit(self, trainer: L.Trainer) -> None:
         step = trainer.global_step
+        # All processes save and end at the same step.
+        self.ending = self.group.any(self.asked)
         if step == self.saved or (step % self.every and not self.ending):
             return
         try:
             self.save(trainer)
         # A full disk need not be full at the next checkpoint.
         except (OSError, RuntimeError) as error:
-            if not self.warned:
+            if not self.warned and self.group.rank == 0:
                 print(f"warning: no checkpoint at step {step}: {error}", flush=True)
             self.warned = True
         if self.ending:
@@ -161,10 +164,23 @@ class Saver(Callback):
         new = path.with_name(f".{path.name}-{os.getpid()}")
         try:
             trainer.save_checkpoint(new)
-            with new.open("rb") as file:
-                os.fsync(file.fileno())
-            new.replace(path)
+            fault = trainer.strategy.checkpoint_io.fault
+            if self.group.rank == 0 and not fault:
+                _keep(new, path)
+        except (OSError, RuntimeError) as error:
+            fault = error
         finally:
             new.unlink(missing_ok=True)
+        # Where it could not be written, all processes try again at the end.
+        if self.group.any(fault is not None):
+            raise fault or OSError("the first process could not write the checkpoint")
         self.saved = trainer.global_step
-        prune(self.record.checkpoints, self.options.keep_checkpoints)
+        if self.group.rank == 0:
+            prune(self.record.checkpoints, self.options.keep_checkpoints)
+
+
+def _keep(new: Path, path: Path) -> None:
+    """Put a file that was written in its place, once it is on the disk."""
+    with new.open("rb") as file:
+        os.fsync(file.fileno())
+    new.replace(path)

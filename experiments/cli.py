@@ -17,7 +17,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from experiments import config, tasks
+from experiments import config, launchers, tasks
 from mixers import registry
 from mixers.options import nearest
 
@@ -45,20 +45,21 @@ def run(main: Callable[[], None], name: str) -> int:
         register(name)
         main()
     except UsageError as error:
-        return _fail(str(error))
+        return fail(str(error))
     except (HydraException, OmegaConfBaseException) as error:
-        return _fail(explain(error, sys.argv[1:], name))
+        return fail(explain(error, sys.argv[1:], name))
     except BrokenPipeError:
         # The reader has seen enough (`--help | head`). What is still buffered has nowhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-        return _fail(f"{error.filename}: {error.strerror}; runs=FOLDER chooses another folder")
+        return fail(f"{error.filename}: {error.strerror}; runs=FOLDER chooses another folder")
     except ValueError as error:
-        return _fail(str(error))
+        return fail(str(error))
     return 0
 
 
-def _fail(message: str) -> int:
+def fail(message: str) -> int:
+    """Tell a user of a mistake; the exit code for it."""
     print(f"error: {message}", file=sys.stderr, flush=True)
     return 2
 
@@ -119,7 +120,8 @@ def explain(error: Exception, arguments: Sequence[str], name: str) -> str:
         choice = f"{match[1]}={_value(match[1], arguments)}"
         return f"{choice} is written with a plus: +{choice}"
     if match := re.search(r"Could not (?:override|delete from config\.) '([^']+)'", text):
-        return unknown(match[1], _base(arguments, name))
+        base = _launcher(arguments, name) if match[1].startswith("hydra.") else _base(arguments, name)
+        return unknown(match[1], base)
     if match := re.search(r"Could not append to config\. An item is already at '([^']+)'", text):
         return f"{match[1]} exists: write {match[1]}=VALUE, without the plus"
     if match := re.search(r"(?:Ambiguous value for argument|Sweep parameters) '([^']+)'", text):
@@ -151,11 +153,19 @@ def _value(key: str, arguments: Sequence[str]) -> str:
 
 def _base(arguments: Sequence[str], name: str) -> Mapping[str, Any]:
     """The config that a mistaken option was meant for: the chosen groups alone."""
-    groups = [a for a in arguments if re.match(r"\+?(stack|task|optimizer|trainer|experiment)=[\w/]+$", a)]
+    groups = [a for a in arguments if re.match(r"\+?(stack|task|optimizer|trainer|tune|experiment)=[\w/]+$", a)]
     try:
         return composed(name, groups)
     except HydraException:
         return composed(name, [])
+
+
+def _launcher(arguments: Sequence[str], name: str) -> Mapping[str, Any]:
+    """The options of Hydra itself under the chosen launcher."""
+    groups = [a for a in arguments if a.startswith("hydra/launcher=")]
+    with initialize_config_module("conf", version_base="1.3"):
+        tree = compose(_config(name), overrides=groups, return_hydra_config=True)
+    return {"hydra": OmegaConf.to_container(tree.hydra)}
 
 
 def composed(name: str, overrides: Sequence[str]) -> dict[str, Any]:
@@ -187,6 +197,8 @@ Train a stack of sequence mixers on a task, or a grid of stacks, and log quality
         a grid kept in a file of conf/experiment
     python -m experiments.train -m stack=mha,gqa match.metric=parameters match.target=1.0e6 match.knob=model.mlp_width
         equal budgets: the knob is set so that every run has the target within 1% (stack:gqa: what gqa has)
+    python -m experiments.train -m stack=mha,linear seed=0,1,2 tune=lr 'tune.values=[1e-3,3e-3,1e-2]'
+        each stack at the best of these learning rates, by validation and seeds of its own
     python -m experiments.train stack=gqa trainer.steps=1000 --cfg job
         print the composed config, run nothing
     python -m experiments.show stack=gemma3 model.d_model=512
@@ -231,9 +243,9 @@ MIXERLAB_PLUGINS=FILE.py adds mixers of your own
 _PAGES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "train": (
         _TRAIN,
-        ("model", "task", "optimizer", "trainer", "experiment"),
+        ("model", "task", "optimizer", "trainer", "tune", "experiment"),
         ("model/language_model", "model/encoder_decoder", *(f"task/{task}" for task in tasks.names()),
-         "optimizer/adamw", "trainer/default", "match/default"),
+         "optimizer/adamw", "trainer/default", "match/default", "evaluate/default", "tune/lr", "tune/optuna_lr"),
     ),
     "bench": (_BENCH, (), ("model/language_model",)),
 }
@@ -242,6 +254,7 @@ _PAGES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 def register(name: str) -> None:
     """Put into Hydra's store what comes from code: the stacks and mixers, and our page for `--help`."""
     config.register()
+    launchers.register()
     name = _config(name)
     # Made of the configs and the registry, so it cannot be out of date. Hydra fills in $names.
     node = {"app_name": name, "header": "", "footer": "", "template": help_page(name).replace("$", "$$")}
@@ -261,7 +274,7 @@ def help_page(name: str) -> str:
     for file in files:
         group, _, choice = file.partition("/")
         # The other groups have one choice each.
-        said = group == "task" or choice == "encoder_decoder"
+        said = group in ("task", "tune") or choice == "encoder_decoder"
         options += ["", *([f"  with {group}={choice}"] if said else [])]
         options += _options(f"{group}.", file, own.get(group, {}))
     mixers = [(mixer, _spell_all(registry.options(mixer))) for mixer in registry.names()]

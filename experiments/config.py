@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -27,7 +28,7 @@ from arch import layout
 from arch.encoder_decoder import EncoderDecoder
 from arch.language_model import LanguageModel
 from arch.stack import Stack
-from experiments import matching, optim, tasks
+from experiments import extrapolation, matching, optim, tasks, tuning
 from experiments.metrics import direction
 from experiments.tasks.base import Task, at_least
 from kernels.backend import BACKENDS
@@ -55,6 +56,8 @@ class Settings:
     rerun: Literal["never", "stale", "always"] = "never"
     resume: str | None = None
     match: dict[str, Any] = field(default_factory=dict)
+    evaluate: dict[str, Any] = field(default_factory=dict)
+    tune: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -83,15 +86,18 @@ class Trainer:
     backend: str = "auto"
     threads: int | None = None
     workers: int = 0
+    strategy: Literal["single", "ddp", "fsdp"] = "single"
+    devices: int | None = 1
+    num_nodes: int = 1
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.tokens is None):
             advice = "trainer.steps=N trainer.tokens=null, or trainer.tokens=N trainer.steps=null"
             raise ValueError(f"trainer: steps={self.steps} and tokens={self.tokens}: set exactly one of them: {advice}")
-        for name in ("steps", "tokens", "patience", "checkpoint_every", "keep_checkpoints", "threads"):
+        for name in ("steps", "tokens", "patience", "checkpoint_every", "keep_checkpoints", "threads", "devices"):
             if getattr(self, name) is not None:
                 at_least(f"trainer: {name}", getattr(self, name), 1)
-        for name in ("batch_size", "accumulate", "validate_every", "log_every"):
+        for name in ("batch_size", "accumulate", "validate_every", "log_every", "num_nodes"):
             at_least(f"trainer: {name}", getattr(self, name), 1)
         at_least("trainer: workers", self.workers, 0)
         if not self.monitor.startswith("val/"):
@@ -104,11 +110,40 @@ class Trainer:
             raise ValueError("trainer: precision='16-mixed' needs a GPU; on a CPU: 32, 64 or bf16-mixed")
         if self.accelerator == "gpu" and not torch.cuda.is_available():
             raise ValueError("trainer: accelerator='gpu', but torch sees no GPU here; allowed: auto, cpu")
+        self._check_processes()
+
+    def _check_processes(self) -> None:
+        gpus = torch.cuda.device_count() if self.device == "cuda" else 0
+        if self.devices is None and not gpus:
+            raise ValueError("trainer: devices=null is every GPU, and there is none to use here: set trainer.devices=2")
+        if gpus and self.devices_per_node > gpus:
+            raise ValueError(f"trainer: devices={self.devices} must be at most {gpus}, the GPUs that torch sees here")
+        if self.strategy == "single" and self.ranks > 1:
+            raise ValueError(f"trainer: devices={self.devices} and num_nodes={self.num_nodes} need trainer=ddp or fsdp")
+        if self.batch_size % self.ranks:
+            raise ValueError(
+                f"trainer: batch_size={self.batch_size} must be a multiple of {self.ranks}, the processes that share it"
+            )
+
+    @property
+    def devices_per_node(self) -> int:
+        """Processes on a node: the devices asked for, or all GPUs."""
+        return self.devices or torch.cuda.device_count()
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the run, on all nodes."""
+        return self.devices_per_node * self.num_nodes
+
+    @property
+    def sharded(self) -> bool:
+        """Has each process a share of the weights?"""
+        return self.strategy == "fsdp" and self.ranks > 1
 
     @property
     def cpu_threads(self) -> int:
-        """The threads asked for; by default what torch takes by itself (all cores, or OMP_NUM_THREADS)."""
-        return self.threads or _ALL_THREADS
+        """Threads of a process: those asked for, or its share of what torch takes (all cores, or OMP_NUM_THREADS)."""
+        return self.threads or max(1, _ALL_THREADS // self.devices_per_node)
 
     @property
     def device(self) -> str:
@@ -136,15 +171,48 @@ class Plan:
     trainer: Trainer
     skeleton: LanguageModel  # on the meta device
     matched: matching.Matched | None = None
+    # Names -> scalings of RoPE to test under; empty where nothing turns.
+    rope_scaling: Mapping[str, Any] = field(default_factory=dict)
+    search: tuning.Search = field(default_factory=tuning.Search)
+    choice: tuning.Tuned | None = None
+    is_trial: bool = False
+
+    def trial(self, lr: float, seed: int) -> Plan:
+        """The same run at another learning rate and seed, as a trial of tuning."""
+        return replace(self._at(lr, seed), is_trial=True)
+
+    def tuned(self, choice: tuning.Tuned) -> Plan:
+        """The same run at the learning rate that was chosen."""
+        return replace(self._at(choice.lr, self.settings.seed), choice=choice)
+
+    def _at(self, lr: float, seed: int) -> Plan:
+        settings = replace(self.settings, seed=seed, optimizer=self.settings.optimizer | {"lr": lr})
+        return replace(self, settings=settings, optimizer=replace(self.optimizer, lr=lr))
+
+    @property
+    def folder(self) -> Path:
+        """Of the run's record."""
+        return Path(self.settings.runs) / self.key
 
     def model(self) -> LanguageModel:
         """The model with its initial weights, a function of the config and the seed."""
         # A hash, so that all digits of the seed count: torch looks at the low 32 bits alone.
         torch.manual_seed(int(hashlib.sha256(f"weights {self.settings.seed}".encode()).hexdigest()[:8], 16))
+        return self._quietly_built(self.settings.model)
+
+    def rescaled(self, trained: LanguageModel, scaling: Mapping[str, Any], length: int) -> LanguageModel:
+        """A copy of the trained model, its RoPE scaled for rows of `length` tokens; see `experiments.extrapolation`."""
+        whole = extrapolation.filled(scaling, length, self.task.length)
+        options = extrapolation.scaled(self.settings.model, self.skeleton, whole)
+        model = self._quietly_built(options).to(trained.embedding.weight)
+        model.load_state_dict(trained.state_dict())
+        return model
+
+    def _quietly_built(self, options: Mapping[str, Any]) -> LanguageModel:
         # What the mixers have to say was said when the skeleton was built.
         logging.disable(logging.WARNING)
         try:
-            return _model(self.settings.model, self.task)
+            return _model(options, self.task)
         finally:
             logging.disable(logging.NOTSET)
 
@@ -166,7 +234,8 @@ class Plan:
     def config(self) -> dict[str, Any]:
         """The semantic config in plain containers: all that decides the result; defaults in, unused mixers out."""
         trainer = asdict(self.trainer)
-        return plain({
+        evaluate = {"evaluate": {"rope_scaling": self.rope_scaling}} if self.rope_scaling else {}
+        return plain(evaluate | {
             "seed": self.settings.seed,
             "model": model_config(self.settings.model, self.skeleton),
             "task": defaults(type(self.task)) | self.settings.task,
@@ -220,7 +289,12 @@ def plan(tree: Mapping[str, Any]) -> Plan:
         )
     optimizer = _build("optimizer", settings.optimizer, optim.get)
     trainer = call(Trainer, settings.trainer, "trainer")
-    return Plan(settings, task, optimizer, trainer, skeleton, matched)
+    evaluation = call(extrapolation.Evaluation, settings.evaluate, "evaluate")
+    with torch.device("meta"):
+        scalings = evaluation.fitting(settings.model, skeleton, lambda options: _model(options, task), task.length)
+    search = call(tuning.Search, settings.tune, "tune")
+    search.refuse(settings.seed)
+    return Plan(settings, task, optimizer, trainer, skeleton, matched, scalings, search)
 
 
 def _check_sources(task: Task, skeleton: LanguageModel) -> None:

@@ -6,6 +6,8 @@
         any other run: both are ids
     python -m experiments.generate run=KEY prompt='To be' prompt='Good night, good' seed=1
         several prompts, in one batch
+    python -m experiments.generate run=KEY prompt='3 17 0 4' prompt='5 1'
+        an encoder-decoder: prompts are sources, and an answer stands alone, up to the sign that ends it
 
 Options: run (a folder, or a KEY in the folder `runs`), prompt, max_new_tokens=200, temperature=0 (greedy), top_k,
 top_p, stop (the token that ends an answer, as prompts are written), seed=0 (of the draws), runs=runs. The newest
@@ -21,7 +23,8 @@ from typing import Any
 
 import torch
 
-from experiments import cli
+from arch.encoder_decoder import EncoderDecoder
+from experiments import cli, tasks
 from mixers.options import nearest
 
 _NUMBERS: Mapping[str, type] = {
@@ -53,12 +56,12 @@ def continued(
     run: str, prompts: Sequence[str], *, runs: str = "runs", max_new_tokens: int = 200, seed: int = 0,
     stop: str | None = None, **sampling: Any,
 ) -> list[str]:
-    """Prompts and what a run's model says behind each, text or ids.
+    """Prompts and what a run's model says behind each, text or ids; of an encoder-decoder, its answers to the prompts.
 
     Args:
         run: a folder, or a key in the folder `runs`.
         seed: of the draws, from 0 to 2 ** 63 - 1.
-        stop: one token, as prompts are written.
+        stop: one token, as prompts are written; None, for an encoder-decoder: the sign that ends answers.
         sampling: temperature, top_k and top_p of `LanguageModel.generate`.
     Raises:
         ValueError: no such run, no checkpoint, or something that the model cannot be asked.
@@ -69,19 +72,22 @@ def continued(
 
     if not 0 <= seed < 2**63:
         raise ValueError(f"seed={seed} must be from 0 to {2**63 - 1}")
-    task = read_description(resume.find(run, runs)).config["task"]["name"]
-    tokens = resume.tokeniser(run, runs) if task == "text" else Numbers()
+    task = read_description(resume.find(run, runs)).config["task"]
+    tokens = resume.tokeniser(run, runs) if task["name"] == "text" else Numbers()
     end = None if stop is None else tokens.encode(stop)
     if end is not None and len(end) != 1:
         raise ValueError(f"stop={stop!r} must be one token; it is {len(end)}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = resume.load(run, runs).to(device)
-    if len(model.stacks) > 1:
-        advice = "in Python, experiments.load(run).transduce(sources, prompts, n) is asked"
-        raise ValueError(f"run={run} is an encoder-decoder, which needs sources beside prompts: {advice}")
+    options = {"generator": torch.Generator(device).manual_seed(seed), **sampling}
     asked = [tokens.encode(prompt) for prompt in prompts]
-    said = model.generate(asked, max_new_tokens, stop=end and end[0],
-                          generator=torch.Generator(device).manual_seed(seed), **sampling)
+    if isinstance(model, EncoderDecoder):
+        signs = tasks.build(task).signs
+        assert signs is not None
+        end = end or [signs[1]]
+        answers = model.transduce(asked, [[signs[0]]] * len(asked), max_new_tokens, stop=end[0], **options)
+        return [tokens.decode(row.tolist()) for row in answers]
+    said = model.generate(asked, max_new_tokens, stop=end and end[0], **options)
     return [tokens.decode([*prompt, *row.tolist()]) for prompt, row in zip(asked, said, strict=True)]
 
 

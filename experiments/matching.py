@@ -19,6 +19,7 @@ from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
 
 from arch import cost, layout, match
+from arch.encoder_decoder import EncoderDecoder, EncoderOptions, both_sides
 from arch.language_model import LanguageModel
 from arch.stack import mixer_options
 from experiments.tasks.base import at_least
@@ -126,12 +127,12 @@ def _count(model: LanguageModel, metric: str, length: int) -> float:
 def _knob(asked: str | Sequence[str], model: Mapping[str, Any]) -> str:
     """The first option of those asked for that the model has."""
     asked = (asked,) if isinstance(asked, str) else asked
-    chosen = mixer_options(model.get("mixers") or {})
-    stack = layout.layers(model["layout"], model.get("n_layers"), chosen)
-    used = {name for layer in stack for name in layer.mixers if name != layout.MLP}
-    here, elsewhere = _whole("model", LanguageModel), []
-    for name, options in chosen.items():
-        (here if name in used else elsewhere).extend(_whole(f"model.mixers.{name}", registry.get(options["mixer"])))
+    here, elsewhere = _options("model", model, EncoderDecoder if "encoder" in model else LanguageModel)
+    if "encoder" in model:
+        own = dict(model["encoder"])
+        own["mixers"] = both_sides(model.get("mixers") or {}, own.get("mixers") or {})
+        for known, more in zip((here, elsewhere), _options("model.encoder", own, EncoderOptions), strict=True):
+            known.extend(more)
     for knob in asked:
         if knob not in (*here, *elsewhere):
             close = nearest(knob, [*here, *elsewhere])
@@ -142,6 +143,18 @@ def _knob(asked: str | Sequence[str], model: Mapping[str, Any]) -> str:
             f"match.knob={', '.join(asked)}: the layout {model['layout']!r} does not use it; it has: {', '.join(here)}"
         )
     return found[0]
+
+
+def _options(prefix: str, stack: Mapping[str, Any], part: type) -> tuple[list[str], list[str]]:
+    """The whole-number options of a stack, and those of mixers that it does not use."""
+    chosen = mixer_options(stack.get("mixers") or {})
+    layers = layout.layers(stack["layout"], stack.get("n_layers"), chosen)
+    used = {name for layer in layers for name in layer.mixers if name != layout.MLP}
+    here, elsewhere = _whole(prefix, part), []
+    for name, options in chosen.items():
+        own = _whole(f"{prefix}.mixers.{name}", registry.get(options["mixer"]))
+        (here if name in used else elsewhere).extend(own)
+    return here, elsewhere
 
 
 def _whole(prefix: str, part: type) -> list[str]:

@@ -17,7 +17,8 @@ class Metric:
     """What a name means.
 
     Attributes:
-        pattern: the name; `<length>` in it stands for a number of tokens, `<suite>` for a suite of the task.
+        pattern: the name; `<length>` in it stands for a number of tokens, `<suite>` for a suite of the task,
+            `<scaling>` for one that RoPE has in this evaluation alone.
         unit: of the value; "" for a share between 0 and 1.
         better: the direction of better values; None where more is neither good nor bad.
         title: for people, as in the middle of a sentence; placeholders as in the pattern.
@@ -40,7 +41,7 @@ class Metric:
 
 
 # What a placeholder may stand for. A suite's name starts with no dot: MLflow would take ".." for a path.
-_PLACEHOLDERS = {"length": "[1-9][0-9]*", "suite": "[A-Za-z0-9_-][A-Za-z0-9_.-]*"}
+_PLACEHOLDERS = {"length": "[1-9][0-9]*", "suite": "[A-Za-z0-9_-][A-Za-z0-9_.-]*", "scaling": "[A-Za-z0-9_-]+"}
 
 METRICS = (
     Metric("train/loss", "nats a token", "lower", "training loss"),
@@ -53,6 +54,14 @@ METRICS = (
     Metric("eval/<suite>/sequence_accuracy", "", "higher", "test accuracy of whole answers on <suite>"),
     Metric("eval/<suite>/bits_per_byte", "bits a byte", "lower", "test bits per byte on <suite>"),
     Metric("eval/<suite>/loss_at_<length>", "nats a token", "lower", "test loss on <suite> after <length> tokens"),
+    Metric("eval/<suite>/<scaling>/loss", "nats a token", "lower", "test loss on <suite> under <scaling>"),
+    Metric("eval/<suite>/<scaling>/accuracy", "", "higher", "test accuracy on <suite> under <scaling>"),
+    Metric("eval/<suite>/<scaling>/sequence_accuracy", "", "higher",
+           "test accuracy of whole answers on <suite> under <scaling>"),
+    Metric("eval/<suite>/<scaling>/bits_per_byte", "bits a byte", "lower",
+           "test bits per byte on <suite> under <scaling>"),
+    Metric("eval/<suite>/<scaling>/loss_at_<length>", "nats a token", "lower",
+           "test loss on <suite> under <scaling> after <length> tokens"),
     Metric("complexity/parameters", "parameters", "lower", "parameters"),
     Metric("complexity/parameters_active", "parameters", "lower", "parameters that one token reads"),
     Metric("complexity/parameters_without_embeddings", "parameters", "lower", "parameters without embeddings"),

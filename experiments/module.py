@@ -17,9 +17,8 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from arch import cost
 from arch.language_model import LanguageModel
@@ -27,9 +26,12 @@ from arch.loss import chunks
 from experiments.checkpoints import Checkpoint, Saver
 from experiments.config import Plan
 from experiments.early_stop import EarlyStop
+from experiments.extrapolation import longest
 from experiments.measure import Clock, PeakMemory
+from experiments.ranks import ALONE, Group, Silent
 from experiments.signals import Terminated, on_terminate
-from experiments.tasks.base import NOT_SCORED, Scores, loader
+from experiments.strategies import shard, strategy
+from experiments.tasks.base import NOT_SCORED, Item, Scores, loader
 from experiments.tracking import Tracker
 from kernels import backend
 from mixers.base import Packing
@@ -52,14 +54,16 @@ class Training(L.LightningModule):
 
     Args:
         net: the model, [B, T] tokens to [B, T, D] hidden states to logits.
+        group: the processes that share each batch; tokens and losses are counted over all of them.
     """
 
-    def __init__(self, net: LanguageModel, plan: Plan) -> None:
+    def __init__(self, net: LanguageModel, plan: Plan, group: Group = ALONE) -> None:
         super().__init__()
         self.net = net
         self.plan = plan
+        self.group = group
         self.hidden = self.read
-        self.compiled = False
+        self.compiled = self.sharded = False
         # Tokens seen in training, pads aside.
         self.tokens = 0
         # Summed loss and labelled tokens of each batch since the last point.
@@ -73,6 +77,9 @@ class Training(L.LightningModule):
 
     def configure_model(self) -> None:
         """`read` alone is compiled, not this module: gathering labelled positions has data-dependent shapes."""
+        if self.plan.trainer.strategy == "fsdp" and self.group.place and not self.sharded:
+            shard(self.net, self.device_mesh["data_parallel"])
+            self.sharded = True
         if self.plan.trainer.compile and not self.compiled:
             # Of all jobs of a process, only so many models would be compiled before torch falls back to eager.
             torch._dynamo.reset()
@@ -89,9 +96,13 @@ class Training(L.LightningModule):
         """Going on, take the random state of the checkpoint, and the optimiser's options of the plan."""
         if self.random is None:
             return
-        torch.set_rng_state(self.random["cpu"])
-        if self.random["cuda"]:
-            torch.cuda.set_rng_state_all(self.random["cuda"])
+        others = self.random["others"]
+        # More processes than there were: the further ones go on with streams of their own, as new.
+        if self.group.rank <= len(others):
+            mine = others[self.group.rank - 1] if self.group.rank else self.random
+            torch.set_rng_state(mine["cpu"])
+            if mine["cuda"]:
+                torch.cuda.set_rng_state_all(mine["cuda"])
         schedule = self.trainer.lr_scheduler_configs[0].scheduler
         wanted = self.plan.optimizer.build(self.net).param_groups
         for group, fresh in zip(schedule.optimizer.param_groups, wanted, strict=True):
@@ -124,11 +135,12 @@ class Training(L.LightningModule):
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
         loss = self.plan.task.loss(self.net, self.labelled(batch), batch["targets"])
-        count = len(batch["targets"])
-        self.window.append((loss.detach(), count))
+        count, real = self.group.total(len(batch["targets"]), batch["real"])
+        self.window.append((self.group.sum(loss.detach()), count))
         self.counts.append(count)
-        self.tokens += batch["real"]
-        return loss / max(self.counts[0], 1)
+        self.tokens += real
+        # The mean of the processes' gradients is taken.
+        return self.group.ranks * loss / max(self.counts[0], 1)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Batches of one step differ in labelled tokens: make their mean of means the mean over tokens, then clip."""
@@ -154,6 +166,16 @@ class Training(L.LightningModule):
 
     test_step = validation_step
 
+    def on_validation_epoch_end(self) -> None:
+        """Each process has seen its own rows of every suite; all get the sums, added in the same order."""
+        parts = self.group.gather([scores.sums for scores in self.scores])
+        self.scores = [self.plan.task.scores() for _ in self.scores]
+        for part in parts:
+            for scores, sums in zip(self.scores, part, strict=True):
+                scores.count(sums)
+
+    on_test_epoch_end = on_validation_epoch_end
+
     def validation(self) -> dict[str, float]:
         """`val/...` over the tokens of all suites."""
         together = self.plan.task.scores()
@@ -163,9 +185,11 @@ class Training(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """All that is not Lightning's, in plain containers: others would block torch.load(weights_only=True)."""
-        random = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
+        own = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
+        first, *others = self.group.gather(own)
+        random = first | {"others": others}
         checkpoint |= {"config": self.plan.config, "key": self.plan.key, "tokens": self.tokens, "random": random,
-                       "vocabulary": self.plan.task.vocabulary_digest}
+                       "vocabulary": self.plan.task.vocabulary_digest, "sharded": self.sharded}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.tokens, self.random = checkpoint["tokens"], checkpoint["random"]
@@ -288,21 +312,24 @@ class Recorder(Callback):
         """Throughput of the training steps alone, without the first ones and without validation, and peak memory."""
         measured: dict[str, float] = {}
         tokens, seconds = self.so_far(module)
+        peaks = [peak for peak in module.group.gather(self.memory_bytes) if peak is not None]
         if tokens and seconds:
             measured["measured/train_tokens_per_second"] = tokens / seconds
-        if self.memory_bytes is not None:
-            measured["measured/peak_memory_bytes"] = self.memory_bytes
+        if peaks:
+            measured["measured/peak_memory_bytes"] = max(peaks)
         return measured
 
 
 def train(
-    plan: Plan, tracker: Tracker, say: Callable[[str], None], start: Checkpoint | None = None
+    plan: Plan, tracker: Tracker | Silent, say: Callable[[str], None], start: Checkpoint | None = None,
+    group: Group = ALONE,
 ) -> dict[str, float]:
     """Train, validate and test one run.
 
     Args:
         say: gets the progress lines.
         start: where the run goes on.
+        group: the processes of the run; each calls this.
     Returns:
         The last value of every metric.
     Raises:
@@ -316,38 +343,58 @@ def train(
         # What goes without a length is that of the first.
         for length in reversed(plan.task.lengths):
             recorder.keep(*at, cost.measure(plan.skeleton, length).metrics())
-    plan.task.keep(tracker.folder)
+    if group.rank == 0:
+        plan.task.keep(tracker.folder)
     suites = {split: plan.task.suites(split) for split in ("validation", "test")}
-    validation, test = (
-        [loader(suite, plan.trainer.batch_size) for suite in named.values()] for named in suites.values()
-    )
+    validation, test = ([_batches(suite, plan, group) for suite in named.values()] for named in suites.values())
     with quiet():
-        trainer, module = fit(plan, tracker, recorder, validation, start=start)
+        trainer, module = fit(plan, tracker, recorder, validation, start=start, group=group)
         if recorder.validated != trainer.global_step:
             trainer.validate(module, validation, verbose=False)
         trainer.test(module, test, verbose=False)
-    tested = {f"eval/{suite}/{metric}": value for suite, scores in zip(suites["test"], module.scores, strict=True)
-              for metric, value in scores.result().items()}
+        scores = dict(zip(suites["test"], module.scores, strict=True)) | _rescaled(trainer, module, suites["test"])
+    tested = {f"eval/{suite}/{metric}": v for suite, own in scores.items() for metric, v in own.result().items()}
     recorder.keep(trainer.global_step, module.tokens, tested | recorder.measured(module))
     return recorder.values
 
 
-def fit(plan: Plan, tracker: Tracker, recorder: Recorder, validation: Sequence[DataLoader],
-        callbacks: Sequence[Callback] = (), start: Checkpoint | None = None) -> tuple[L.Trainer, Training]:
+def _rescaled(trainer: L.Trainer, module: Training, suites: Mapping[str, Dataset[Item]]) -> dict[str, Scores]:
+    """"<suite>/<scaling>" -> what the trained weights score under each scaling of RoPE that is asked for."""
+    plan, found = module.plan, {}
+    for scaling, options in plan.rope_scaling.items():
+        for suite, rows in suites.items():
+            other = Training(plan.rescaled(module.net, options, longest(rows)), plan, module.group)
+            trainer.test(other, [_batches(rows, plan, module.group)], verbose=False)
+            found[f"{suite}/{scaling}"], = other.scores
+    return found
+
+
+def _batches(rows: Dataset, plan: Plan, group: Group, start: int = 0, workers: int = 0) -> DataLoader:
+    """Batches of this process's rows, its share of `batch_size` each; every row is in one process."""
+    each = plan.trainer.batch_size // group.ranks
+    return loader(rows, each, start, workers, rank=group.rank, ranks=group.ranks)
+
+
+def fit(plan: Plan, tracker: Tracker | Silent, recorder: Recorder, validation: Sequence[DataLoader],
+        callbacks: Sequence[Callback] = (), start: Checkpoint | None = None, group: Group = ALONE,
+        ) -> tuple[L.Trainer, Training]:
     """The training alone, up to its last checkpoint."""
     options = plan.trainer
     torch.set_num_threads(options.cpu_threads)
     backend.use(options.backend)
     # Lightning would do this after it has loaded a checkpoint's float64 into float32.
     net = plan.model().double() if options.precision == 64 else plan.model()
-    module, saver = Training(net, plan), Saver(plan, tracker.record)
+    if group.rank:
+        # Other dropout masks than the leader's, for other rows; the weights are drawn already.
+        torch.manual_seed(torch.initial_seed() + group.rank)
+    module, saver = Training(net, plan, group), Saver(plan, tracker.record, group)
     a_step = options.accumulate * options.batch_size
     rows = plan.task.train_dataset(plan.settings.seed, plan.steps * a_step)
     done = start.position.step * a_step if start else 0
     # The saver comes last: what the others do at a step belongs to its checkpoint.
-    trainer = _trainer(plan, tracker, [recorder, *callbacks, *_stopping(plan, recorder), saver])
+    trainer = _trainer(plan, tracker, [recorder, *callbacks, *_stopping(plan, recorder), saver], group)
     with on_terminate(saver.ask_to_end) as saver.listen:
-        trainer.fit(module, loader(rows, options.batch_size, done, options.workers), validation,
+        trainer.fit(module, _batches(rows, plan, group, done, options.workers), validation,
                     ckpt_path=start and start.path, weights_only=True)
         if saver.saved != trainer.global_step:
             saver.save(trainer)
@@ -356,12 +403,11 @@ def fit(plan: Plan, tracker: Tracker, recorder: Recorder, validation: Sequence[D
     return trainer, module
 
 
-def _trainer(plan: Plan, tracker: Tracker, callbacks: list[Callback]) -> L.Trainer:
+def _trainer(plan: Plan, tracker: Tracker | Silent, callbacks: list[Callback], group: Group) -> L.Trainer:
     options = plan.trainer
     return L.Trainer(
-        max_steps=plan.steps, max_epochs=-1,
-        # No other environment: inside of a Slurm job, Lightning would look for its other processes.
-        accelerator="gpu" if options.device == "cuda" else "cpu", devices=1, plugins=[LightningEnvironment()],
+        max_steps=plan.steps, max_epochs=-1, accelerator="gpu" if options.device == "cuda" else "cpu",
+        **strategy(options, group),
         precision=_PRECISION.get(options.precision, options.precision), deterministic=options.deterministic,
         accumulate_grad_batches=options.accumulate, gradient_clip_val=plan.optimizer.clip,
         val_check_interval=options.validate_every * options.accumulate,
@@ -370,7 +416,7 @@ def _trainer(plan: Plan, tracker: Tracker, callbacks: list[Callback]) -> L.Train
         inference_mode=False,
         # Ours is the saver.
         callbacks=callbacks, enable_checkpointing=False, default_root_dir=tracker.folder,
-        logger=False, enable_progress_bar=False, enable_model_summary=False,
+        logger=False, enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
     )
 
 

@@ -21,6 +21,7 @@ class Outcome:
     Args:
         status: finished, skipped, failed or diverged.
         text: the result, or why there is none.
+        job: its number in the grid; None for a run alone.
     """
 
     label: str
@@ -30,6 +31,7 @@ class Outcome:
     text: str
     folder: str
     seconds: float | None = None
+    job: int | None = None
 
     @property
     def good(self) -> bool:
@@ -46,18 +48,21 @@ class Grid(Callback):
         Grid.folder, Grid.options = Path(config.hydra.sweep.dir), config
 
     @staticmethod
-    def add(folder: Path, outcome: Outcome) -> None:
+    def add(folder: Path, outcome: Outcome, kind: str = "outcomes") -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "outcomes.jsonl").open("a") as file:
+        with (folder / f"{kind}.jsonl").open("a") as file:
             file.write(json.dumps(asdict(outcome)) + "\n")
 
     @classmethod
     def outcomes(cls) -> list[Outcome] | None:
         """What the grid of this process has so far; None without a grid."""
-        if cls.folder is None:
-            return None
-        file = cls.folder / "outcomes.jsonl"
-        return [Outcome(**json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
+        return None if cls.folder is None else outcomes(cls.folder)
+
+
+def outcomes(folder: Path, kind: str = "outcomes") -> list[Outcome]:
+    """How the jobs of the grid in a folder ended so far; of the kind `trials`, how those of its tuning did."""
+    file = folder / f"{kind}.jsonl"
+    return [Outcome(**json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def table(outcomes: Sequence[Outcome]) -> str:

@@ -4,6 +4,7 @@
     config.yaml       the semantic config
     environment.json  versions, commit, device, threads, precision
     params.json       what runs are told apart and grouped by
+    tuning.json       how the learning rate was chosen, where it was
     metrics.jsonl     {"step", "tokens", "time", "metrics"}, one line an event
     log.txt           the traceback of a failure
     checkpoints/
@@ -44,6 +45,8 @@ class Status:
         resumed: steps from which it went on after an interruption.
         owner: host and process that runs it.
         behind: MLflow lacks something of it, or does not know that it ended.
+        trial: it was made to choose a learning rate, and is no result.
+        trials: the sweeps whose tuning it belongs to.
     """
 
     status: Literal["RUNNING", "FINISHED", "FAILED", "DIVERGED", "KILLED"]
@@ -61,11 +64,18 @@ class Status:
     resumed: list[int] = field(default_factory=list)
     owner: str | None = None
     behind: bool = False
+    trial: bool = False
+    trials: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Description:
-    """What a run is, known before it starts."""
+    """What a run is, known before it starts.
+
+    Args:
+        sweep: that it is a result of; of a trial, that it is a trial of.
+        tuning: how its learning rate was chosen, as `experiments.tuning.Tuned.record`.
+    """
 
     label: str
     params: Mapping[str, Any]
@@ -74,10 +84,13 @@ class Description:
     command: str
     sweep: str | None = None
     key: str | None = None
+    trial: bool = False
+    tuning: Mapping[str, Any] | None = None
 
     @property
     def name(self) -> str:
-        told = [self.label, self.params.get("task"), "seed", self.params.get("seed")]
+        trial = f"lr {self.params.get('lr'):g}, trial" if self.trial else None
+        told = [self.label, self.params.get("task"), "seed", self.params.get("seed"), trial]
         return " ".join(str(part) for part in told if part is not None)
 
 
@@ -103,11 +116,11 @@ class Record:
         self.began, self.before = time.time(), resume.seconds if resume else 0.0
         now = _iso(self.began)
         previous = read_status(folder) if resume else None
-        old = previous or Status("RUNNING", now, about.command, about.sweep)
-        sweeps = list(dict.fromkeys([*old.sweeps, *([about.sweep] if about.sweep else [])]))
+        old = previous or Status("RUNNING", now, about.command, trial=about.trial)
         self.status = replace(
-            old, status="RUNNING", command=about.command, sweeps=sweeps, key=about.key, owner=owner(),
-            reason=None, ended=None, seconds=None, resumed=[*old.resumed, *([resume.step] if resume else [])])
+            joined(old, about.sweep, about.trial), status="RUNNING", command=about.command, key=about.key,
+            owner=owner(), reason=None, ended=None, seconds=None,
+            resumed=[*old.resumed, *([resume.step] if resume else [])])
         if not resume:
             discard(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -116,7 +129,7 @@ class Record:
         if resume:
             os.truncate(self.metrics, resume.bytes)
         write(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(about.config))))
-        for name in ("params", "environment"):
+        for name in ("params", "environment", *(["tuning"] if about.tuning else [])):
             write(folder / f"{name}.json", json.dumps(getattr(about, name), indent=1))
 
     @property
@@ -167,6 +180,15 @@ class Record:
         write_status(self.folder, self.status)
 
 
+def joined(status: Status, sweep: str | None, trial: bool) -> Status:
+    """A status with one more sweep. What is asked for as a result is one, though it was made as a trial."""
+    names = [sweep] if sweep else []
+    if trial:
+        return replace(status, trials=list(dict.fromkeys([*status.trials, *names])))
+    sweeps = list(dict.fromkeys([*status.sweeps, *names]))
+    return replace(status, trial=False, sweep=status.sweep or sweep, sweeps=sweeps)
+
+
 def read_status(folder: Path) -> Status | None:
     """The status of the run in a folder; None where there is no record.
 
@@ -194,11 +216,13 @@ def read_description(folder: Path) -> Description:
     try:
         params, environment = (json.loads((folder / f"{name}.json").read_text()) for name in ("params", "environment"))
         config = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+        tuning = json.loads((folder / "tuning.json").read_text()) if (folder / "tuning.json").exists() else None
     except Exception as error:
         raise ValueError(f"{folder} is no whole record: {error}") from None
     if status is None:
         raise ValueError(f"{folder} is no record: it has no status.json")
-    return Description(str(params.get("stack")), params, config, environment, status.command, status.sweep, status.key)
+    return Description(str(params.get("stack")), params, config, environment, status.command, status.sweep, status.key,
+                       status.trial, tuning)
 
 
 def read_events(folder: Path) -> Iterator[dict[str, Any]]:

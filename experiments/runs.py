@@ -8,16 +8,19 @@ status, reason and traceback; the other runs of a grid go on.
 from __future__ import annotations
 
 import json
+import re
+import shlex
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments import config, resume
+from experiments import config, grids, ranks, resume, trials
 from experiments.environment import code, environment
-from experiments.outcomes import Outcome, headline
-from experiments.record import Description, lock, read_status
+from experiments.outcomes import Grid, Outcome, headline, outcomes
+from experiments.record import Description, lock, read_status, write, write_status
 from experiments.signals import Terminated
 from experiments.tracking import Tracker, address, catch_up, join_sweep
 from mixers import registry
@@ -30,18 +33,47 @@ class ConfigError(ValueError):
     """Something is wrong in the options; the message is for the user."""
 
 
-def execute(tree: Mapping[str, Any], command: str, *, alone: bool, overrides: Sequence[str] = ()) -> Outcome:
+def execute(
+    tree: Mapping[str, Any], command: str, *, alone: bool, overrides: Sequence[str] = (), grid: Path | None = None
+) -> Outcome | None:
     """Run one composed config, in plain containers. Whatever happens in the run ends in its outcome.
+
+    Of the processes that torchrun or srun has started for one run, only the first has an outcome.
 
     Args:
         command: repeats this run.
         alone: no cell of a grid; wrong options are then an error of the command and leave no record.
         overrides: the words of the command line that the config was composed with.
+        grid: the folder of the grid that the run is of.
     Raises:
         ConfigError: wrong options of a run alone, or a runs folder that cannot be written.
     """
+    place = ranks.started() if _several(tree) else None
+    if place and place.rank:
+        return ranks.follow(place)
+    with ranks.leading(place):
+        return _lead(tree, command, alone, overrides, grid, place)
+
+
+def _several(tree: Mapping[str, Any]) -> bool:
+    """Is the run for several processes? Its options may be of any type."""
+    trainer = tree.get("trainer")
+    return isinstance(trainer, Mapping) and trainer.get("strategy", "single") != "single"
+
+
+def _lead(
+    tree: Mapping[str, Any], command: str, alone: bool, overrides: Sequence[str], grid: Path | None,
+    place: ranks.Place | None,
+) -> Outcome:
     try:
-        return _locked(_plan(tree, overrides), command)
+        plan = _plan(tree, overrides)
+        ranks.check(plan.trainer, place)
+        plan = _tuned(plan, overrides, grid) if plan.search.method else plan
+        outcome = _locked(plan, command)
+        told = f"; {plan.choice.brief}" if plan.choice and outcome.good else ""
+        return replace(outcome, text=outcome.text + told)
+    except trials.NoRate as error:
+        return _refuse(tree, command, error)
     except ValueError as error:
         wrong = error
     except OSError as error:
@@ -56,6 +88,8 @@ def _plan(tree: Mapping[str, Any], overrides: Sequence[str]) -> config.Plan:
     run = tree.get("resume")
     if run is None:
         return config.plan(tree)
+    if (tree.get("tune") or {}).get("method"):
+        raise ValueError(f"resume={run} goes on at the learning rate that it has, or at optimizer.lr=...: without tune")
     folder = resume.find(str(run), str(tree.get("runs")))
     plan = config.plan(resume.changed(folder, tree, overrides))
     resume.move(folder, plan)
@@ -64,9 +98,42 @@ def _plan(tree: Mapping[str, Any], overrides: Sequence[str]) -> config.Plan:
     return plan
 
 
+def _tuned(plan: config.Plan, overrides: Sequence[str], grid: Path | None) -> config.Plan:
+    """The plan at the best learning rate of its cell, after the trials that are not there yet."""
+    since = grids.read(grid).started if grid else time.time()
+    noted = {outcome.folder for outcome in outcomes(grid, "trials")} if grid else set()
+    # Options of which a trial has other values.
+    words = [word for word in overrides if not re.match(r"\+*(seed|optimizer\.lr|tune(\.\w+)?)=", word)]
+
+    def note(outcome: Outcome) -> None:
+        if grid and outcome.folder not in noted:
+            Grid.add(grid, outcome, "trials")
+        noted.add(outcome.folder)
+
+    def run(trial: config.Plan) -> None:
+        own = [f"seed={trial.settings.seed}", f"optimizer.lr={trial.optimizer.lr}"]
+        note(_run(trial, trial.folder, command([*words, *own])))
+
+    def settled(trial: config.Plan) -> bool:
+        status = read_status(trial.folder)
+        if status is None or status.status in ("RUNNING", "KILLED"):
+            return False
+        # In one grid, what fails is tried once, and not again for every seed.
+        kept = status.status != "FAILED" and not _again(trial, trial.folder)
+        if not kept and not trials.ended_since(status, since):
+            return False
+        join_sweep(trial.folder, trial.settings.sweep, _address(trial), trial=True)
+        note(_outcome(trial, trial.folder, "skipped", f"{status.status} {status.ended}"))
+        return True
+
+    tuned = trials.tune(plan, run, settled)
+    print(f"{_name(plan)}: {'warning: ' if tuned.choice.edge else ''}{tuned.choice}", flush=True)
+    return tuned
+
+
 def _locked(plan: config.Plan, command: str) -> Outcome:
     """Run what is neither finished nor being run."""
-    folder = Path(plan.settings.runs) / plan.key
+    folder = plan.folder
     with lock(folder) as free:
         if free:
             return _settled(plan, folder) or _run(plan, folder, command)
@@ -86,8 +153,9 @@ def _settled(plan: config.Plan, folder: Path) -> Outcome | None:
     if status is None or status.status not in ("FINISHED", "DIVERGED") or _again(plan, folder):
         return None
     uri = _address(plan)
-    if plan.settings.sweep:
-        join_sweep(folder, plan.settings.sweep, uri)
+    join_sweep(folder, plan.settings.sweep, uri)
+    if plan.choice:
+        write(folder / "tuning.json", json.dumps(plan.choice.record, indent=1))
     if status.behind and uri:
         catch_up(folder, uri)
     if status.status == "DIVERGED":
@@ -125,9 +193,11 @@ def _run(plan: config.Plan, folder: Path, command: str) -> Outcome:
         # Lightning takes seconds to import: `--help` and skipped runs do without.
         from experiments import module
 
-        print(f"{_name(plan)}: {_opening(plan, start)}", flush=True)
+        name = _name(plan)
+        print(f"{name}: {_opening(plan, start)}", flush=True)
         try:
-            values = module.train(plan, tracker, lambda line: print(f"{_name(plan)}: {line}", flush=True), start)
+            with ranks.led(plan, start and start.path, folder) as group:
+                values = module.train(plan, tracker, lambda line: print(f"{name}: {line}", flush=True), start, group)
         except module.Diverged as error:
             return _end(plan, tracker, "DIVERGED", str(error))
         return _end(plan, tracker, "FINISHED", headline(values))
@@ -144,7 +214,7 @@ def _start(plan: config.Plan, folder: Path) -> Checkpoint | None:
     """Where an earlier try of this run stopped; None: from the beginning.
 
     Raises:
-        ValueError: there is a checkpoint of another config, or of other weights.
+        ValueError: there is a checkpoint of another config, of other weights, or of weights divided otherwise.
     """
     status = read_status(folder)
     if status is None or _again(plan, folder):
@@ -157,6 +227,10 @@ def _start(plan: config.Plan, folder: Path) -> Checkpoint | None:
     wrong = start and checkpoints.misfit(start, plan.skeleton)
     if wrong:
         raise ValueError(f"the code has changed since {folder} was interrupted: {wrong}; rerun=always starts it anew")
+    if start and start.content.get("sharded", False) != plan.trainer.sharded:
+        # The optimiser's state is in another order, and would be taken for that of other weights.
+        made = "trainer=fsdp" if start.content["sharded"] else "another trainer than fsdp"
+        raise ValueError(f"{start.path} is of {made}: go on with that, or rerun=always starts the run anew")
     return start
 
 
@@ -174,9 +248,9 @@ def _end(plan: config.Plan, tracker: Tracker, outcome: str, text: str, log: str 
     return _outcome(plan, tracker.folder, status.status.lower(), text, status.seconds)
 
 
-def _refuse(tree: Mapping[str, Any], command: str, error: ValueError) -> Outcome:
+def _refuse(tree: Mapping[str, Any], command: str, error: Exception) -> Outcome:
     """The record of a cell whose options are wrong; they may be of any type."""
-    semantic = {name: tree[name] for name in tree if name not in ("runs", "sweep", "mlflow", "rerun", "resume")}
+    semantic = {name: tree[name] for name in tree if name not in ("runs", "sweep", "mlflow", "rerun", "resume", "tune")}
     model, task = (node if isinstance(node := tree.get(name), Mapping) else {} for name in ("model", "task"))
     layout, seed, sweep, runs = model.get("layout"), tree.get("seed"), tree.get("sweep"), str(tree.get("runs"))
     label, folder = str(config.label(tree.get("stack"), layout)), Path(runs) / config.key(semantic)
@@ -194,6 +268,45 @@ def _refuse(tree: Mapping[str, Any], command: str, error: ValueError) -> Outcome
     return Outcome(label, str(task.get("name")), seed, "failed", reason, str(folder))
 
 
+def lost(tree: Mapping[str, Any], said: str, reason: str, *, overrides: Sequence[str] = ()) -> Outcome:
+    """The outcome of a run whose process ended without one; its record says so, unless that has its end already.
+
+    Args:
+        said: the command that repeats the run.
+    """
+    try:
+        plan = _plan(tree, overrides)
+        folder = Path(plan.settings.runs) / plan.key
+        with lock(folder) as free:
+            settled = _settled(plan, folder) if free else None
+            if settled is None and free:
+                _close(plan, folder, said, reason)
+    except ValueError as error:
+        return _refuse(tree, said, error)
+    if settled:
+        return settled
+    print(f"{_name(plan)}: FAILED: {reason} ({folder})", flush=True)
+    return _outcome(plan, folder, "failed", reason)
+
+
+def _close(plan: config.Plan, folder: Path, said: str, reason: str) -> None:
+    """Say in the record, and in MLflow, that the run has failed; what it has so far is kept, to go on from."""
+    status, uri = read_status(folder), _address(plan)
+    if status is None:
+        _tracker(plan, folder, said, None).finish("FAILED", reason)
+    elif status.status == "RUNNING":
+        write_status(folder, replace(status, status="FAILED", reason=reason, owner=None, behind=uri is not None))
+        if uri:
+            catch_up(folder, uri)
+
+
+def command(overrides: Sequence[str]) -> str:
+    """The command that repeats one run."""
+    # An experiment's file may ask for a grid.
+    single = ["hydra.mode=RUN"] if any(override.startswith("+experiment=") for override in overrides) else []
+    return shlex.join(["python", "-m", "experiments.train", *overrides, *single])
+
+
 def _possible_address(runs: str, wanted: Any) -> str | None:
     """The database or server of a run whose options may be wrong; None where they name none."""
     try:
@@ -204,10 +317,12 @@ def _possible_address(runs: str, wanted: Any) -> str | None:
 
 def _tracker(plan: config.Plan, folder: Path, command: str, start: Checkpoint | None) -> Tracker:
     apart = {name: value for name, value in asdict(plan.trainer).items() if name not in plan.config["trainer"]}
-    machine = apart | {"threads": plan.trainer.cpu_threads, "device": plan.trainer.device, "device_count": 1,
-                       "precision": plan.trainer.precision, "code": _code(plan)}
+    machine = apart | {"threads": plan.trainer.cpu_threads, "device": plan.trainer.device,
+                       "device_count": plan.trainer.ranks, "precision": plan.trainer.precision, "code": _code(plan)}
     params, sweep = config.plain(plan.params), plan.settings.sweep
-    about = Description(plan.label, params, plan.config, environment(machine), command, sweep, plan.key)
+    tuning = plan.choice and plan.choice.record
+    about = Description(plan.label, params, plan.config, environment(machine), command, sweep, plan.key, plan.is_trial,
+                        tuning)  # fmt: skip
     return Tracker(folder, about, _address(plan), start and start.position)
 
 
@@ -220,7 +335,8 @@ def _outcome(plan: config.Plan, folder: Path, status: str, text: str, seconds: f
 
 
 def _name(plan: config.Plan) -> str:
-    return f"{plan.label} seed {plan.settings.seed}"
+    trial = f" lr {plan.optimizer.lr:g}" if plan.is_trial else ""
+    return f"{plan.label} seed {plan.settings.seed}{trial}"
 
 
 def _opening(plan: config.Plan, start: Checkpoint | None) -> str:

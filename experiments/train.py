@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import hydra
@@ -11,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from experiments import cli, runs
+from experiments import cli, foreman, grids, ranks, runs
 from experiments.outcomes import Grid, Outcome, table
 from experiments.signals import Terminated, on_terminate
 from experiments.tracking import address, links
@@ -24,25 +25,48 @@ _mistakes: list[runs.ConfigError] = []
 def _job(composed: DictConfig) -> None:
     """One run; Hydra calls it once, or for every cell of a grid."""
     settings = HydraConfig.get()
-    alone = settings.mode != RunMode.MULTIRUN
     try:
-        words = list(settings.overrides.task)
-        outcome = runs.execute(OmegaConf.to_container(composed), _command(words), alone=alone, overrides=words)
+        if settings.mode == RunMode.MULTIRUN:
+            _cell(composed, Path(settings.sweep.dir), settings.job.num)
+        else:
+            _refuse_launcher(settings.runtime.choices["hydra/launcher"])
+            _alone.extend(filter(None, [_execute(composed)]))
     except runs.ConfigError as error:
         # Hydra would print a line of its own above ours.
         _mistakes.append(error)
+
+
+def _cell(composed: DictConfig, grid: Path, number: int) -> None:
+    """One job of a grid, in whatever process."""
+    if grids.cancelled(grid):
         return
-    if alone:
-        _alone.append(outcome)
-    else:
-        Grid.add(Path(settings.sweep.dir), outcome)
+    place = ranks.started()
+    if place and place.rank:
+        _execute(composed, grid)
+        return
+    begun = grids.start(grid, number)
+    try:
+        outcome = _execute(composed, grid)
+    except Terminated:
+        # In a process of a launcher's, an exception would be recorded as a failure.
+        if grids.cancelled(grid):
+            return
+        raise
+    finally:
+        grids.end(grid, begun)
+    Grid.add(grid, replace(outcome, job=number))
+    print(foreman.line(grid), flush=True)
 
 
-def _command(overrides: list[str]) -> str:
-    """The command that repeats one run."""
-    # An experiment's file may ask for a grid.
-    single = ["hydra.mode=RUN"] if any(override.startswith("+experiment=") for override in overrides) else []
-    return shlex.join(["python", "-m", "experiments.train", *overrides, *single])
+def _execute(composed: DictConfig, grid: Path | None = None) -> Outcome | None:
+    words = list(HydraConfig.get().overrides.task)
+    tree = OmegaConf.to_container(composed)
+    return runs.execute(tree, runs.command(words), alone=grid is None, overrides=words, grid=grid)
+
+
+def _refuse_launcher(name: str) -> None:
+    if name != "basic":
+        raise runs.ConfigError(f"hydra/launcher={name} is for grids: it needs -m; a single run is started here")
 
 
 def _start() -> None:
@@ -78,10 +102,14 @@ def main() -> int:
         code = 130
     except Terminated:
         code = 143
+    except foreman.Refused as error:
+        code = cli.fail(str(error))
     outcomes = Grid.outcomes()
     if outcomes:
         print("\n".join(["", table(outcomes), *_links()]), flush=True)
     ended = _alone if outcomes is None else outcomes
+    if Grid.folder and grids.cancelled(Grid.folder):
+        code = 143
     return code or int(not all(outcome.good for outcome in ended))
 
 

@@ -81,6 +81,12 @@ class AdditiveAttention(Mixer):
         kept = self.remember(memory)
         return self._sum(x, kept["memory.k"], one_hot(kept["memory.k"]), causal=False, **cross_places(kept, x, None))
 
+    def self_weights(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+        """[B, T, H, T], see `mixers.attention.Attention.self_weights`."""
+        k = self._keys(x)[0]
+        places = dict(q_documents=documents, k_documents=documents)
+        return self._sum(x, k, one_hot(k), causal=self.causal, window=self.window, **places)
+
     def mix(
         self, x: Tensor, past: State | None, documents: Tensor | None, memory: Memory | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:

@@ -112,6 +112,17 @@ class Attention(Mixer):
         k, places = kept["memory.k"], cross_places(kept, x, None)
         return self._attend(self._queries(x), k, one_hot(k), ordered=False, causal=False, **places)
 
+    def self_weights(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+        """How much each query of x [B, T, D] takes from each token of x, a head: [B, T, H, T]; see `cross_weights`.
+
+        Args:
+            documents: [B, T], compact, as `mix` takes them.
+        """
+        q, k = self._turned(self._queries(x), self._keys(x)[0], None, documents)
+        return self._attend(
+            q, k, one_hot(k), causal=self.causal, window=self.window, q_documents=documents, k_documents=documents
+        )
+
     def mix(
         self, x: Tensor, past: State | None, documents: Tensor | None, memory: Memory | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -122,11 +133,7 @@ class Attention(Mixer):
         if past is not None and "memory.k" in past.tensors:
             return self._cross(q, past.tensors, documents), past.own
         k, v = self._keys(x)
-        if self.rope is not None and (past is None or not self.rope.by_length):
-            places = positions(documents, past, x.shape[1], x.device)
-            length = reach(documents, past, x.shape[1], x.device) if self.rope.by_length else None
-            angles = self.rope.angles(places, length)
-            q, k = self.rope.turn(q, angles), self.rope.turn(k, angles)
+        q, k = self._turned(q, k, past, documents)
         if past is None:
             y = self._attend(
                 q, k, v, causal=self.causal, window=self.window, q_documents=documents, k_documents=documents
@@ -140,6 +147,15 @@ class Attention(Mixer):
         if self.rope is not None and self.rope.by_length:
             q, k = self._turned_now(self.rope, q, seen, reach(documents, past, x.shape[1], x.device))
         return self._project(self._attend_cache(q, k, seen, documents)), kept
+
+    def _turned(self, q: Tensor, k: Tensor, past: State | None, documents: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Queries and keys of this call by position; as they are where cached keys are to turn with them."""
+        if self.rope is None or (past is not None and self.rope.by_length):
+            return q, k
+        places = positions(documents, past, q.shape[1], q.device)
+        length = reach(documents, past, q.shape[1], q.device) if self.rope.by_length else None
+        angles = self.rope.angles(places, length)
+        return self.rope.turn(q, angles), self.rope.turn(k, angles)
 
     def _turned_now(self, rope: Rope, q: Tensor, seen: cache.Attended, length: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and all keys, cached ones too, at the angles of the length reached."""

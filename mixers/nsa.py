@@ -91,8 +91,8 @@ class NativeSparseAttention(Mixer):
         sizes = dict(
             compress_block=compress_block, compress_stride=compress_stride, select_block=select_block, window=window
         )
-        sizes = _shrunk(sizes, shrink)
         _check(self.head_dim, n_selected, **sizes)
+        sizes = _shrunk(sizes, shrink)
         self.compress_block, self.compress_stride = sizes["compress_block"], sizes["compress_stride"]
         self.select_block, self.n_selected, self.window = sizes["select_block"], n_selected, sizes["window"]
         self.position, self.rope = position, None
@@ -269,7 +269,7 @@ def _chosen(branches: Sequence[str]) -> tuple[str, ...]:
 
 
 def _shrunk(sizes: dict[str, int], shrink: int) -> dict[str, int]:
-    """All sizes divided."""
+    """All sizes divided; multiples of each other stay that."""
     if shrink < 1:
         raise ValueError(f"shrink={shrink} must be at least 1")
     for name, size in sizes.items():

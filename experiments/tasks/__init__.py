@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from mixers.options import nearest
+from mixers.options import call, nearest
 
 if TYPE_CHECKING:
     from experiments.tasks.base import Task
@@ -45,3 +46,12 @@ def get(name: str) -> type[Task]:
     module, _, attribute = _CLASSES[name].partition(":")
     task: type[Task] = getattr(import_module(module), attribute)
     return task
+
+
+def build(options: Mapping[str, Any]) -> Task:
+    """The task of a run's record, from its config `{name: ..., option: value}`.
+
+    Raises:
+        ValueError: an unknown task or option, or a value that it refuses.
+    """
+    return call(get(options["name"]), {name: value for name, value in options.items() if name != "name"}, "task")

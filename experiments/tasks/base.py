@@ -103,6 +103,7 @@ class Task(ABC):
         located: options that say where the data lie or come from; `fingerprint` stands for them in a run's key.
         about: further [T] fields of a suite's items; `metrics` gets them at the scored positions, by name.
         sources: rows have a source apart, which an encoder reads.
+        signs: of a task with sources, the ids that an answer begins with and ends with.
         vocabulary_digest: stands for what the ids mean, where that is not fixed: a trained tokeniser's hash.
     """
 
@@ -113,6 +114,7 @@ class Task(ABC):
     located: tuple[str, ...] = ("path",)
     about: tuple[str, ...] = ()
     sources: bool = False
+    signs: tuple[int, int] | None = None
     vocabulary_digest: str = ""
 
     @property
@@ -377,11 +379,11 @@ class Scores:
 
     def add(self, logits: Tensor, labels: Tensor, **about: Tensor) -> None:
         """Count one batch: logits [..., V], labels [...], -100 where nothing is scored; `about`: see `Task.metrics`."""
-        self._count(self.metrics(logits, labels, **about))
+        self.count(self.metrics(logits, labels, **about))
 
     def merge(self, other: Scores) -> None:
         """Count everything that `other` counted: suites into a whole, ranks into one."""
-        self._count(other.sums)
+        self.count(other.sums)
 
     def result(self) -> dict[str, float]:
         """The mean of each metric over what was counted, such as {"loss": nats a token, "accuracy": 0 to 1}.
@@ -393,7 +395,8 @@ class Scores:
             raise ValueError("no token was scored: every label was -100, or no batch was added")
         return {name: total / count for name, (total, count) in self.sums.items()}
 
-    def _count(self, sums: Sums) -> None:
+    def count(self, sums: Sums) -> None:
+        """Count what a batch, a suite or a process has summed."""
         for name, (total, count) in sums.items():
             before, counted = self.sums.get(name, (0.0, 0))
             self.sums[name] = (before + total, counted + count)

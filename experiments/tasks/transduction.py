@@ -91,7 +91,7 @@ class Transduction(SyntheticTask):
         if rule == "digits" and max(self.size, *self.test_size) > MOST_DIGITS:
             raise ValueError(f"size={size}, test_size={list(test_size)}: rule=digits has at most {MOST_DIGITS} digits")
         self.rows_per_suite = at_least("rows_per_suite", rows_per_suite, 1)
-        self.begin, self.end = self.vocabulary - 2, self.vocabulary - 1
+        self.begin, self.end = self.signs = self.vocabulary - 2, self.vocabulary - 1
         self.length = self._length(self.size)
 
     @property
@@ -159,13 +159,12 @@ class AnswerScores(Scores):
         super().add(logits, labels, **about)
         _, hits = token_losses(logits, labels)
         ended = labels[labels != NOT_SCORED] == self.end
-        answers = []
-        for hit, last in torch.stack([hits, ended], 1).tolist():
-            self.right &= hit
-            if last:
-                answers.append(self.right)
-                self.right = True
-        self._count({"sequence_accuracy": (sum(answers), len(answers))})
+        # The answer that each token is of: 0 began in an earlier batch, the last one has not ended.
+        place, answers = ended.cumsum(0) - ended.long(), int(ended.sum())
+        right = torch.zeros(answers + 1, dtype=torch.int64, device=hits.device).index_add(0, place, (~hits).long()) == 0
+        right[0] &= self.right
+        self.right = bool(right[-1])
+        self._count({"sequence_accuracy": (int(right[:-1].sum()), answers)})
 
 
 def words(digits: Sequence[int]) -> list[int]:

@@ -20,6 +20,7 @@ from experiments.record import (
     Position,
     Record,
     Status,
+    joined,
     read_description,
     read_events,
     read_status,
@@ -127,7 +128,7 @@ class Mirror:
         except Exception as error:
             self._give_up(error)
         else:
-            sweep.refresh(self.uri, self._sweeps())
+            sweep.refresh(self.uri, read_status(self.folder).sweeps)
 
     def upload(self) -> int:
         """Send all that MLflow lacks of the record, and return how many points that were.
@@ -165,21 +166,19 @@ class Mirror:
 
     def _describe(self) -> None:
         """Make the run where there is none; params, tags and artifacts."""
-        about, sweeps = self.about, self._sweeps()
+        about, status = self.about, read_status(self.folder)
         tags = {"run_key": about.key or self.folder.name, "command": about.command,
-                "sweep": about.sweep, "sweeps": ", ".join(sweeps)}
+                "sweep": status.sweep, "sweeps": ", ".join(status.sweeps),
+                # A trial of tuning is in no sweep's comparison.
+                "trial_of": (", ".join(status.trials) or "no sweep") if status.trial else None,
+                "tuning": about.tuning and about.tuning["text"]}
         tags = {name: cut(value, MAX_TAG) for name, value in tags.items() if value}
-        tags |= {sweep.member(name): "yes" for name in sweeps}
+        tags |= {sweep.member(name): "yes" for name in status.sweeps}
         if self.run_id is None:
             self.run_id = self.client.create_run(self.experiment, run_name=about.name, tags=tags).info.run_id
         self._send_params(self.client.get_run(self.run_id).data.params, tags)
-        for file in ("config.yaml", "environment.json"):
+        for file in ("config.yaml", "environment.json", *(["tuning.json"] if about.tuning else [])):
             self.client.log_artifact(self.run_id, str(self.folder / file))
-
-    def _sweeps(self) -> list[str]:
-        """The sweeps that the run belongs to."""
-        status = read_status(self.folder)
-        return status.sweeps if status else [self.about.sweep] if self.about.sweep else []
 
     def _send_params(self, there: Mapping[str, str], tags: Mapping[str, str]) -> None:
         """What is not there yet. MLflow lets no param change, so of a changed one a tag `changed.NAME` tells."""
@@ -256,17 +255,28 @@ def catch_up(folder: Path, uri: str) -> None:
         warn_once(error)
 
 
-def join_sweep(folder: Path, name: str, uri: str | None) -> None:
-    """Say that a finished run belongs to one more sweep, in its record and in the tags of its MLflow run."""
-    status = read_status(folder)
-    if status is None or name in status.sweeps:
+def join_sweep(folder: Path, name: str | None, uri: str | None, trial: bool = False) -> None:
+    """Say that a finished run belongs to one more sweep, as a result or a trial, in its record and its MLflow run."""
+    before = read_status(folder)
+    status = before and joined(before, name, trial)
+    if status == before:
         return
-    status = replace(status, sweeps=[*status.sweeps, name])
     write_status(folder, status)
     if uri and status.mlflow_run_id:
         try:
-            client = connect(uri)[0]
-            client.set_tag(status.mlflow_run_id, "sweeps", cut(", ".join(status.sweeps), MAX_TAG))
-            client.set_tag(status.mlflow_run_id, sweep.member(name), "yes")
+            _retag(connect(uri)[0], before, status)
         except Exception as error:
             warn_once(error)
+
+
+def _retag(client: Any, before: Status, now: Status) -> None:
+    """The tags of a run that has joined a sweep."""
+    trial_of = ", ".join(now.trials) if now.trial else None
+    tags = {"sweep": now.sweep, "sweeps": ", ".join(now.sweeps), "trial_of": trial_of}
+    for name, value in tags.items():
+        if value:
+            client.set_tag(now.mlflow_run_id, name, cut(value, MAX_TAG))
+    for name in now.sweeps:
+        client.set_tag(now.mlflow_run_id, sweep.member(name), "yes")
+    if before.trial and not now.trial:
+        client.delete_tag(now.mlflow_run_id, "trial_of")

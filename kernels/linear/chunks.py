@@ -135,19 +135,24 @@ def forward(chunks: Chunks, state: Tensor, y: Tensor, states: Tensor) -> Tensor:
         before, state = scan(scaled(part.k, factors.key).mT @ part.v, factors.keep, state)
         states[at] = before
         inside = (part.q @ part.k.mT * factors.inside) @ part.v
-        store(inside.add_(scaled(part.q, factors.query) @ before), y[at])
+        store(plus(inside, scaled(part.q, factors.query), before), y[at])
     return state
+
+
+def plus(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """x + a @ b, in place; [n, P, r, ...], all with as many heads."""
+    x.flatten(0, 2).baddbmm_(a.flatten(0, 2), b.flatten(0, 2))
+    return x
 
 
 def scan(added: Tensor, keep: Tensor | None, state: Tensor, reverse: bool = False) -> tuple[Tensor, Tensor]:
     """The states before each chunk and after all, from what each adds, which is overwritten, and keeps."""
-    states, count = torch.empty_like(added), added.shape[0]
+    first, count = state[None], added.shape[0]
     keeps = [None] * count if keep is None else keep.expand(count, *keep.shape[1:]).unbind()
-    order = list(zip(added.unbind(), states.unbind(), keeps, strict=True))
-    for more, before, kept in reversed(order) if reverse else order:
-        before.copy_(state)
+    order = list(zip(added.unbind(), keeps, strict=True))
+    for more, kept in reversed(order) if reverse else order:
         state = more.add_(state) if kept is None else more.addcmul_(kept, state)
-    return states, state
+    return torch.cat([added[1:], first] if reverse else [first, added[:-1]]), state
 
 
 @dataclass(frozen=True)
@@ -167,7 +172,7 @@ def backward(chunks: Chunks, states: Tensor, dy: Tensor, dstate: Tensor, grads: 
         late, early = scaled(q, factors.query), scaled(k, factors.key)
         after, dstate = scan(late.mT @ dpart, factors.keep, dstate, reverse=True)
         weights = q @ k.mT * factors.inside
-        store((weights.mT @ dpart).add_(early @ after), grads.v[at])
+        store(plus(weights.mT @ dpart, early, after), grads.v[at])
         dweights, dlate, dearly = dpart @ v.mT, dpart @ before.mT, v @ after.mT
         if grads.steps is not None and factors.keep is not None:
             # In place of what is not needed again.
@@ -175,8 +180,8 @@ def backward(chunks: Chunks, states: Tensor, dy: Tensor, dstate: Tensor, grads: 
             kept = (before * after).sum((-2, -1)) * factors.keep[..., 0, 0]
             grads.steps[at] = _step_gradient(pairs, queries, keys, kept)
         dscores = _over_heads(dweights.mul_(factors.inside))
-        store((dscores @ k).add_(_over_heads(scaled(dlate, factors.query))), grads.q[at])
-        store((dscores.mT @ q).add_(_over_heads(scaled(dearly, factors.key))), grads.k[at])
+        store(plus(_over_heads(scaled(dlate, factors.query)), dscores, k), grads.q[at])
+        store(plus(_over_heads(scaled(dearly, factors.key)), dscores.mT, q), grads.k[at])
     return dstate
 
 

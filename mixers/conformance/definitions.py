@@ -31,6 +31,8 @@ class Conformance:
         options: constructor options to check with; small ones, so that short inputs cross windows and blocks.
         alternatives: option -> a value other than the one checked with. Each is one more setting to check, and must
             have an effect; where some are declared, every option needs one.
+        together: names of alternatives that do not interact: one setting for all of them instead of one each, so that
+            a mixer of many options is checked quickly. That each has an effect is still asked of each alone.
         reference: (mixer, x [B, T, D] float64) -> [B, T, D], the definition of one document a row; its matrix products
             are the truth for the counted FLOPs.
         growth: exponent of the counted FLOPs in the length, for long sequences.
@@ -44,12 +46,28 @@ class Conformance:
     d_model: int = 16
     options: Mapping[str, Any] = field(default_factory=dict)
     alternatives: Mapping[str, Any] = field(default_factory=dict)
+    together: tuple[tuple[str, ...], ...] = ()
     reference: Callable[[Any, Tensor], Tensor] | None = None
     growth: float | None = None
     unordered: Mapping[str, Any] | None = None
     exempt: tuple[str, ...] = ()
     smooth: Mapping[str, Any] = field(default_factory=dict)
     reads: float = 0.5
+
+
+    def changes(self) -> list[dict[str, Any]]:
+        """Alternatives setting by setting; those of a group in one, where its first stands.
+
+        Raises:
+            ValueError: a group names what is no alternative, or what another group has.
+        """
+        grouped = [name for names in self.together for name in names]
+        for name in grouped:
+            if name not in self.alternatives or grouped.count(name) > 1:
+                raise ValueError(f"together names {name!r}; allowed, once: {', '.join(self.alternatives)}")
+        group = {name: names for names in self.together for name in names}
+        groups = dict.fromkeys(group.get(name, (name,)) for name in self.alternatives)
+        return [{name: self.alternatives[name] for name in names} for names in groups]
 
 
 def declared(cls: type[Mixer]) -> Conformance:
@@ -475,7 +493,7 @@ _BUILT_IN = {
             "compress_stride": 1,
             "compression": "linear",
             "select_block": 8,
-            "n_selected": 3,
+            "n_selected": 2,
             "window": 2,
             "shrink": 2,
             "position": "none",
@@ -484,6 +502,14 @@ _BUILT_IN = {
             "rope_layout": "interleaved",
             "rope_scaling": {"rope_type": "linear", "factor": 4.0},
         },
+        together=(
+            ("n_heads", "n_kv_heads", "head_dim", "position"),
+            ("branches", "rope_base", "rope_fraction", "rope_layout", "rope_scaling"),
+            # Longer rows hold more than 4 blocks of 8: some are chosen by score.
+            ("compress_block", "compress_stride", "compression", "select_block"),
+            # Two blocks are the own one and the first: not even the one before has room.
+            ("n_selected", "window", "shrink"),
+        ),
         reference=native_sparse,
         growth=2,
         smooth={"n_selected": 512},

@@ -65,7 +65,7 @@ class Subject:
             causal = self.build().causal
         except Exception as error:
             raise Broken(f"cannot be built: {said(error)}") from error
-        changes = [{name: value} for name, value in self.declared.alternatives.items()]
+        changes = self.declared.changes()
         if causal and "causal" in self.names and "causal" not in self.declared.alternatives:
             changes.append({"causal": False})
         self.settings: list[dict[str, Any]] = [{}, *changes]

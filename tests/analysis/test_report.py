@@ -6,8 +6,9 @@ from html.parser import HTMLParser
 
 import pytest
 
+from analysis import report, sheets
 from analysis.comparison import by_task
-from analysis.report import build, headline, main
+from analysis.report import build, figures, headline, main
 from analysis.runs import load, only, select
 
 
@@ -235,9 +236,11 @@ def test_the_command_writes_the_page_and_prints_its_path(write, runs, tmp_path, 
     ("arguments", "message"),
     [
         (["--runs", "{}/nowhere"], "nowhere is not a folder"),
-        (["--runs", "{}/empty"], "holds no runs"),
-        (["--runs", "{}/runs", "--sweep", "grit"], "did you mean 'grid'"),
         (["--runs", "{}/runs", "--html", "{}"], "directory"),
+        (["--runs", "{}/runs", "--format", "jsno"], "(did you mean 'json'?); allowed are html, json, csv, md"),
+        (["--runs", "{}/runs", "--format", "md", "--html", "x.html"], "leave one out"),
+        (["--runs", "{}/runs", "--bench", "{}/nowhere"], "python -m experiments.bench makes one"),
+        (["--runs", "{}/runs", "--bench", "{}/empty"], "holds no records of a benchmark"),
     ],
 )
 def test_what_cannot_be_built_is_one_line_and_code_2(write, tmp_path, capsys, arguments, message):
@@ -248,8 +251,95 @@ def test_what_cannot_be_built_is_one_line_and_code_2(write, tmp_path, capsys, ar
     assert message in error and error.count("\n") == 1 and error.startswith("error: ")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--runs", "{}/empty"], "holds no runs; make some"), (["--runs", "{}/runs", "--sweep", "grit"], "mean 'grid'")],
+)
+@pytest.mark.parametrize("kind", report.FORMATS)
+def test_without_runs_the_report_is_built_and_says_why(write, tmp_path, capsys, arguments, message, kind):
+    write()
+    (tmp_path / "empty").mkdir()
+    page = tmp_path / "out.html"
+    wanted = ["--html", str(page)] if kind == "html" else ["--format", kind]
+    assert main([*(argument.format(tmp_path) for argument in arguments), *wanted]) == 2
+    out, error = capsys.readouterr()
+    assert message in error and error.count("\n") == 1
+    if kind == "html":
+        assert message in Page(page.read_text()).text and "Nothing to compare" in page.read_text()
+    if kind == "json":
+        assert json.loads(out)["results"] == []
+    if kind == "csv":
+        assert out == "task,cell,metric,unit,better,mean,half,n,seeds,group,deciding\n"
+
+
 def test_a_selection_reports_its_own_runs_only(write, runs):
     write("mha", 0, sweep="one")
     write("linear", 0, sweep="two")
     said = Page(build(select(load(runs), "two"))).text
     assert "linear" in said and "mha" not in said
+
+
+def test_a_stack_without_any_finished_run_is_named(write, runs):
+    grid(write, mha=[0.9, 0.8])
+    write("linear", 0, status="FAILED", reason="out of memory")
+    assert "Nothing is known of linear: no such run finished." in text(runs)
+
+
+def test_several_tasks_are_seen_together_from_the_smallest_state_to_the_largest(write, runs):
+    small = {"complexity/state_bytes_at_64": 1.0}
+    for seed in range(3):
+        for task, gain in (("mqar", 0.5), ("copy", 0.0)):
+            params = {"task": task, "task.name": task}
+            write("mha", seed, accuracy={16: 0.4 + gain + 0.01 * seed}, params=params)
+            write("linear", seed, accuracy={16: 0.4 + 0.01 * seed}, params=params, costs=small)
+    sheet = sheets.overview(by_task(load(runs)))
+    assert [column.title for column in sheet.columns[1:]] == [f"{t}: test accuracy on kv16" for t in ("copy", "mqar")]
+    # A star where a cell is the best or cannot be told apart from it.
+    linear, mha = sheet.rows
+    assert linear[0] == "linear" and [text.endswith("*") for text in linear[1:]] == [True, False]
+    assert mha[0] == "mha" and [text.endswith("*") for text in mha[1:]] == [True, True]
+    assert "2 configurations on 2 tasks" in text(runs)
+    assert {"overview-copy", "overview-mqar", "mqar-ranking", "copy-difficulty"} - set(figures(load(runs))) == {
+        "copy-difficulty"
+    }
+
+
+def test_jobs_that_never_began_are_listed_until_a_later_grid_begins_them(write, runs):
+    write("mha", 0)
+    for time, begun in (("1", [0]), ("2", [])):
+        folder = runs / ".grids" / time
+        (folder / "jobs").mkdir(parents=True)
+        jobs = [[f"stack={stack}", "seed=0"] for stack in ("mha", "linear")]
+        (folder / "grid.json").write_text(json.dumps({"sweep": "grid", "jobs": jobs}))
+        for number in begun:
+            (folder / "jobs" / f"{number}.json").write_text("{}")
+    (runs / ".grids" / "3").mkdir()
+    (runs / ".grids" / "3" / "grid.json").write_text('{"sweep": "gr')
+    assert load(runs).unstarted.values.tolist() == [["grid", "stack=linear seed=0"]]
+    assert "grid: stack=linear seed=0" in text(runs) and "Not begun: 1 jobs of grid" in headline(load(runs))
+    (runs / ".grids" / "2" / "jobs" / "1.json").write_text("{}")
+    assert "Not begun" not in text(runs)
+
+
+def test_trials_of_tuning_are_no_results_but_their_cost_is_told(write, runs):
+    chosen = {"lr": 0.01, "edge": "highest", "method": "grid", "monitor": "val/loss", "seeds": [100, 101],
+              "scores": [[0.001, 2.0], [0.01, 1.0]], "runs": ["a", "b", "c", "d"], "tokens": 8000, "flops": 3.6e9,
+              "seconds": 50.4}  # fmt: skip
+    (write("mha", 0) / "tuning.json").write_text(json.dumps(chosen))
+    write("linear", 0)
+    trial = write("mha", 100, params={"lr": 0.001}) / "status.json"
+    trial.write_text(json.dumps(json.loads(trial.read_text()) | {"trial": True}))
+    (about,) = by_task(load(runs))
+    assert sorted(about.cells) == ["linear", "mha"] and len(about.records.runs) == 2
+    assert sheets.tuned(about).rows == [
+        ["mha", "0.01", "2", "4", "validation loss, seeds 100, 101", "8,000", "3.6 G", "50"]
+    ]
+    assert "Cost of tuning" in text(runs)
+
+
+def test_the_pictures_are_there_for_other_programs(write, runs):
+    grid(write, mha=[0.99, 0.98], linear=[0.1, 0.2])
+    found = figures(load(runs))
+    assert {"ranking", "difficulty", "learning-val-accuracy"} <= set(found)
+    assert found["difficulty"].layout.title.text == "Accuracy by difficulty (mqar)"
+    assert figures(only(load(runs), load(runs).runs.iloc[:0])) == {}

@@ -87,23 +87,6 @@ def test_holm_matches_a_hand_worked_case_and_leaves_out_what_was_not_tested():
     assert holm([]).tolist() == []
 
 
-def test_a_difference_between_equal_cells_is_claimed_in_at_most_five_percent_of_families():
-    random, families = np.random.default_rng(0), 250
-    claims = 0
-    for _ in range(families):
-        seeds = random.normal(size=3)
-        claims += compare(runs_of(**{name: seeds + random.normal(size=3) for name in "abcd"}))["apart"].any()
-    assert claims <= families * (0.05 + 3 * math.sqrt(0.05 * 0.95 / families))
-
-
-def test_equal_cells_near_the_bound_of_accuracy_are_rarely_claimed_to_differ():
-    # 4096 answers a run, nearly all right: the values are few, and seeds often agree to the last digit.
-    random, families = np.random.default_rng(0), 200
-    values = lambda: random.binomial(4096, 0.9998, size=3) / 4096  # noqa: E731
-    claims = sum(compare(runs_of(a=values(), b=values()), resolution=0.001)["apart"].any() for _ in range(families))
-    assert claims <= families * 0.05
-
-
 def test_a_clear_difference_is_found_and_the_unclear_one_is_not():
     found = compare(runs_of(good=[0.99, 0.98, 0.99], same=[0.98, 0.99, 0.99], bad=[0.1, 0.12, 0.11]), resolution=0.001)
     assert not_apart(found) == {"good": ["same"], "same": ["good"], "bad": []}

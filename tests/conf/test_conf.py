@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from arch.encoder_decoder import EncoderDecoder
 from arch.language_model import LanguageModel
-from experiments import bench_cell, cli, config, optim, tasks
+from experiments import bench_cell, cli, config, optim, tasks, tuning
 from mixers.options import defaults
 
 FOLDER = Path(__file__).resolve().parents[2] / "conf"
@@ -53,6 +53,12 @@ def test_a_task_node_is_the_signature(file):
 def test_an_optimizer_node_is_the_signature(file):
     found = node(file)
     assert found == {"name": Path(file).stem} | config.plain(defaults(optim.get(found["name"])))
+
+
+@pytest.mark.parametrize("file", files("tune"))
+def test_a_tune_node_is_the_signature(file):
+    assert set(node(file)) == set(defaults(tuning.Search))
+    assert config.call(tuning.Search, node(file), "tune").runs == {"none": 0, "lr": 8, "optuna_lr": 16}[Path(file).stem]
 
 
 def test_the_trainer_node_is_the_signature():

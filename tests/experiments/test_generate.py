@@ -10,14 +10,19 @@ import pytest
 import experiments
 from experiments import generate, train
 
-TINY = ("model.d_model=8", "model.mlp=none", "task.length=16", "task.rows_per_suite=4", "trainer.steps=2",
+TINY = ("model.d_model=8", "model.mlp=none", "task.rows_per_suite=4", "trainer.steps=2",
         "trainer.batch_size=2", "trainer.threads=1", "mlflow=false")
-OF = {"text": ("task=text",), "mqar": ("task.vocabulary=32", "task.kv=[2]", "task.test_kv=[2]")}
+OF = {
+    "text": ("task=text", "task.length=16"),
+    "mqar": ("task.length=16", "task.vocabulary=32", "task.kv=[2]", "task.test_kv=[2]"),
+    "reverse": ("model=encoder_decoder", "model.layout=mha + cross", "task=transduction", "task.apart=true",
+                "task.size=4", "task.test_size=[4]"),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where there are two runs: runs/text of text, runs/mqar of ids."""
+    """Where there are three runs: runs/text of text, runs/mqar of ids, runs/reverse with an encoder."""
     folder = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -64,6 +69,18 @@ def test_other_runs_are_asked_in_ids(ask):
     assert code == 0
     said = [int(word) for word in out.split()]
     assert said[:4] == [3, 17, 0, 4] and len(said) == 6
+
+
+def test_an_encoder_decoder_answers_sources(ask, folder):
+    code, out, err = ask("run=reverse", "prompt=3 1 4", "prompt=1 5", "max_new_tokens=6")
+    assert (code, err) == (0, "")
+    model = experiments.load(folder / "runs" / "reverse")
+    # 26 letters, then the signs that begin and end.
+    said = model.transduce([[3, 1, 4], [1, 5]], [[26], [26]], 6, stop=27)
+    assert out.removesuffix("\n").split("\n---\n") == [" ".join(map(str, row.tolist())) for row in said]
+    first = said[0][0].item()
+    assert ask("run=reverse", "prompt=3 1 4", "max_new_tokens=6", f"stop={first}")[1] == f"{first}\n"
+    assert ask("run=reverse", "prompt=3 99", "max_new_tokens=6")[0] == 2
 
 
 @pytest.mark.parametrize(

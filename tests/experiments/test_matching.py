@@ -139,6 +139,31 @@ def test_mistakes_are_named(overrides, message):
     assert message in str(error.value)
 
 
+ENCODES = ("model=encoder_decoder", "task=transduction", "task.apart=true", "model.mlp=none")
+
+
+@pytest.mark.parametrize(
+    ("knob", "value", "layers"),
+    [("model.encoder.n_layers", 5, 5), ("model.encoder.mixers.mha.head_dim", 56, 2)],
+)
+def test_an_encoder_has_knobs_of_its_own(knob, value, layers):
+    """A layer of attention at width D has 4 D H K weights, H = D / 64 heads, and a norm of D."""
+    d, heads = 128, 2
+    decoder = plan(*ENCODES, layout="mha + cross").skeleton
+    fixed = sum(p.numel() for p in decoder.parameters()) - sum(p.numel() for p in decoder.encoder.parameters())
+    width = value if knob.endswith("head_dim") else 64
+    target = fixed + layers * (4 * d * heads * width + d) + d
+    found = plan(*ENCODES, *options("parameters", target, knob), layout="mha + cross")
+    assert (found.matched.value, found.matched.achieved) == (value, target)
+    # The decoder's attention stays as it was.
+    assert found.skeleton.used == decoder.used
+
+
+def test_a_mixer_that_the_encoder_does_not_use_is_no_knob():
+    with pytest.raises(ValueError, match=r"does not use it; it has: .*model\.encoder\.mixers\.mha\.n_heads"):
+        plan(*ENCODES, *options("parameters", 1e6, "model.encoder.mixers.gqa.n_heads"), layout="mha + cross")
+
+
 def test_solving_does_not_repeat_the_warnings_of_mixers(caplog):
     """One a layer, as without a budget."""
     plan(*options("parameters", 1e6, "model.mlp_width"), "model.mixers.gqa.n_heads=1", layout="gqa")

@@ -188,6 +188,20 @@ def test_values_and_points_of_a_whole_run(plan_of, train, read_events):
     assert lines == [line for line in lines if line.startswith(("step 2/4", "step 4/4"))]
 
 
+def test_costs_are_logged_at_every_length_of_the_task(plan_of, train, read_events):
+    plan = plan_of("stack=window", "+model.mixers.window.window=24", "task.test_kv=[4]", "task.test_length=[16,20,64]",
+                   "trainer.steps=1")
+    values, tracker, _ = train(plan)
+    model = plan.config["model"]
+    # Float32 key and value of each token in the window, the new one included, and its query and output; each layer.
+    expected = {f"complexity/decode_attention_bytes_at_{length}":
+                model["n_layers"] * 4 * model["d_model"] * (2 * min(24, length + 1) + 2) for length in (16, 20, 64)}
+    assert {name: values.get(name) for name in expected} == expected
+    assert all(event["step"] == 0 for event in read_events(tracker.folder) if set(expected) & set(event["metrics"]))
+    names = {name.rpartition("_at_")[0] for name in values if name.startswith("complexity/") and "_at_" in name}
+    assert len(names) > 5 and all(f"{name}_at_{length}" in values for name in names for length in (16, 20, 64))
+
+
 def test_validation_is_over_the_tokens_of_all_suites_whatever_the_batches(plan_of, train):
     # Case C19: rows of 1 and of 4 labels.
     def scores(rows):

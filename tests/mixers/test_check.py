@@ -7,7 +7,7 @@ import torch
 
 from mixers import registry
 from mixers.check import NOT, cases, examine
-from mixers.conformance.definitions import declared, taylor_features
+from mixers.conformance.definitions import Conformance, declared, taylor_features
 from mixers.conformance.properties import PROPERTIES
 from mixers.convolution import ShortConvolution
 
@@ -51,6 +51,14 @@ def test_a_stranger_says_nothing_and_is_told_what_does_not_apply():
         "definition": "no definition is declared (`reference`)",
     }
     assert examine(ShortConvolution, PROPERTIES[-1]).verdict == NOT
+
+
+def test_alternatives_that_do_not_interact_are_one_setting():
+    said = Conformance(alternatives={"a": 1, "b": 2, "c": 3, "d": 4}, together=(("b", "d"),))
+    assert said.changes() == [{"a": 1}, {"b": 2, "d": 4}, {"c": 3}]
+    for wrong in ((("b", "e"),), (("b", "d"), ("a", "b"))):
+        with pytest.raises(ValueError, match=r"together names '[be]'; allowed, once: a, b, c, d"):
+            Conformance(alternatives=said.alternatives, together=wrong).changes()
 
 
 def test_declarations_are_not_inherited():

@@ -1,0 +1,118 @@
+"""What is done for a grid as a whole: it is checked and written down when it begins, and it tells how far it is."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf
+
+from experiments import grids
+from experiments.grids import Grid
+from experiments.launchers import CellLauncher
+from experiments.outcomes import outcomes
+from experiments.processes import Process
+from experiments.progress import progress
+from experiments.tuning import Search
+from mixers.options import call
+
+# Seconds between two looks for jobs that have ended elsewhere.
+_LOOK = 1.0
+
+
+class Refused(BaseException):
+    """A mistake in the options of a grid. Hydra makes a warning of a callback's Exception, and starts the jobs."""
+
+
+class Foreman(Callback):
+    """Hydra calls it in the process that leads the grid."""
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        try:
+            search = call(Search, OmegaConf.to_container(config.tune, resolve=True), "tune")
+            grid = describe(config, search)
+            check(search, grid.jobs)
+            launcher = Plugins.instance()._instantiate(config.hydra.launcher)
+            if isinstance(launcher, CellLauncher):
+                launcher.check()
+        except ValueError as error:
+            raise Refused(str(error)) from None
+        grids.begin(grid)
+        print(f"{len(grid.jobs)} runs; how far they are, elsewhere: {grid.control('status')}", flush=True)
+        if grid.slurm:
+            # What its jobs say is in their logs.
+            threading.Thread(target=_tell, args=(grid,), daemon=True).start()
+
+
+def describe(config: DictConfig, search: Search) -> Grid:
+    """The grid that is about to start, of its config with Hydra's node."""
+    hydra, slurm = config.hydra, None
+    if hydra.launcher._target_.endswith(".Slurm"):
+        slurm = str(Path(hydra.launcher.folder).absolute())
+    ours = {name: value for name, value in os.environ.items() if name.startswith("MIXERLAB_")}
+    sweep, jobs = config.get("sweep"), _jobs(hydra)
+    # A cell is a job without its seed.
+    cells = {tuple(word for word in job if not word.startswith("seed=")) for job in jobs}
+    return Grid(Path(hydra.sweep.dir), sweep and str(sweep), time.time(), sys.argv[1:], os.getcwd(), ours,
+                Process.this(), jobs, search.runs * len(cells), slurm)  # fmt: skip
+
+
+def check(search: Search, jobs: Sequence[Sequence[str]]) -> None:
+    """What one job cannot see of the others.
+
+    Raises:
+        ValueError: options of tuning differ between jobs; a seed of tuning is one of the results.
+    """
+    words = [dict(word.lstrip("+").partition("=")[::2] for word in job) for job in jobs]
+    for name in {name for job in words for name in job if name.partition(".")[0] == "tune"}:
+        values = {job.get(name) for job in words}
+        if len(values) > 1:
+            raise ValueError(f"{name} must be the same for the whole grid, not {', '.join(sorted(map(str, values)))}")
+    for job in words:
+        if search.method and "optimizer.lr" in job:
+            raise ValueError(f"optimizer.lr={job['optimizer.lr']} is what tune chooses: leave one of them out")
+        if job.get("seed", "").isdecimal():
+            search.refuse(int(job["seed"]))
+
+
+def _jobs(hydra: DictConfig) -> list[list[str]]:
+    """The options of every job, in the order of their numbers; none for another sweeper than Hydra's own.
+
+    Hydra keeps them to its sweeper, so this asks the same functions once more.
+    """
+    sweeper = OmegaConf.to_container(hydra.sweeper)
+    if not sweeper["_target_"].endswith(".BasicSweeper"):
+        return []
+    words = [f"{name}={value}" for name, value in (sweeper.get("params") or {}).items()]
+    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+    overrides = parser.parse_overrides([*words, *OmegaConf.to_container(hydra.overrides.task)])
+    return [list(job) for batch in BasicSweeper.split_arguments(overrides, None) for job in batch]
+
+
+def line(folder: Path) -> str:
+    """How far the grid in a folder is, for its own terminal."""
+    grid = grids.read(folder)
+    now = progress(grid)
+    again = f"; run again what has no result: {grid.control('retry')}" if now.bad and not now.active else ""
+    return f"grid: {now}{again}"
+
+
+def _tell(grid: Grid) -> None:
+    """A line whenever a job has ended."""
+    told = 0
+    pause = threading.Event()
+    while not pause.wait(_LOOK):
+        ended = len(outcomes(grid.folder))
+        if ended > told:
+            print(line(grid.folder), flush=True)
+        told = ended
