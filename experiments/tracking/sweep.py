@@ -17,6 +17,8 @@ from experiments.tracking.server import connect, safe, warn_once
 
 # An experiment's description, or a run's, in Markdown.
 NOTE = "mlflow.note.content"
+# The report, among the artifacts of its run.
+PAGE = "report.html"
 # How our lines in the description of the experiment start; the rest is people's. The menu of views has every view.
 _LINE = "- Comparison "
 MOST_LISTED = 20
@@ -75,7 +77,7 @@ def show(client: Any, experiment: str, sweep: str) -> list[str]:
             lines[view] = f"{_LINE}[{_plain(name)}]({views.link('', experiment, view)[1:]}): {_counts(own, good)}"
     if lines:
         report = _report(client, experiment, sweep)
-        more = f"; [report](#/experiments/{experiment}/runs/{report}/artifacts/report.html)" if report else ""
+        more = f"; [report]({views.artifact('', experiment, report, PAGE)[1:]})" if report else ""
         _list(client, experiment, {view: line + more for view, line in lines.items()})
     return list(lines)
 
@@ -120,7 +122,7 @@ def base(uri: str) -> str:
 
 
 def publish(uri: str, sweep: str, folder: Path) -> str:
-    """Make what is in a folder (report.html and pictures) the artifacts of the sweep's one run for its report.
+    """Make what is in a folder (PAGE and pictures) the artifacts of the sweep's one run for its report.
 
     Returns:
         The link to the report.
@@ -133,12 +135,12 @@ def publish(uri: str, sweep: str, folder: Path) -> str:
     client.log_artifacts(run_id, str(folder))
     client.set_terminated(run_id)
     refresh(uri, [sweep])
-    return f"{base(uri)}/#/experiments/{experiment}/runs/{run_id}/artifacts/report.html"
+    return views.artifact(base(uri), experiment, run_id, PAGE)
 
 
 def _new_report(client: Any, experiment: str, sweep: str) -> str:
     tags = {"mixerlab.kind": "report", safe(f"report.{sweep}"): "yes",
-            NOTE: f"The report of the sweep {sweep}, under Artifacts: `report.html` and its pictures."}
+            NOTE: f"The report of the sweep {sweep}, under Artifacts: `{PAGE}` and its pictures."}
     return client.create_run(experiment, run_name=f"report of {sweep}", tags=tags).info.run_id
 
 

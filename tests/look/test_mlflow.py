@@ -12,7 +12,7 @@ import urllib.request
 import pytest
 
 from analysis import publish, report
-from experiments import ui
+from experiments import ui, views
 from experiments.tracking import links, upload
 from tests.look.made import STACKS
 
@@ -105,7 +105,7 @@ def test_the_report_opens_from_its_run(look, server, uri, runs, shots):
     from mlflow.tracking import MlflowClient
 
     run, = MlflowClient(uri).search_runs(["1"], "tags.`mixerlab.kind` = 'report'")
-    with look(f"{server}/#/experiments/1/runs/{run.info.run_id}/artifacts/report.html", 1700, 1200) as seen:
+    with look(views.artifact(server, "1", run.info.run_id, "report.html"), 1700, 1200) as seen:
         seen.page.wait_for_selector("iframe")
         frame = seen.page.frame_locator("iframe").first
         frame.locator(".js-plotly-plot").first.wait_for()
