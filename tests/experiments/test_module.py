@@ -193,7 +193,7 @@ def test_costs_are_logged_at_every_length_of_the_task(plan_of, train, read_event
                    "trainer.steps=1")
     values, tracker, _ = train(plan)
     model = plan.config["model"]
-    # A float32 key and value of each token within the window, the new one included, and its query and output; each layer.
+    # A layer: a float32 key and value of each token within the window, the new one included; a query and an output.
     expected = {f"complexity/decode_attention_bytes_at_{length}":
                 model["n_layers"] * 4 * model["d_model"] * (2 * min(24, length + 1) + 2) for length in (16, 20, 64)}
     assert {name: values.get(name) for name in expected} == expected

@@ -57,7 +57,7 @@ def test_alternatives_that_do_not_interact_are_one_setting():
     said = Conformance(alternatives={"a": 1, "b": 2, "c": 3, "d": 4}, together=(("b", "d"),))
     assert said.changes() == [{"a": 1}, {"b": 2, "d": 4}, {"c": 3}]
     for wrong in ((("b", "e"),), (("b", "d"), ("a", "b"))):
-        with pytest.raises(ValueError, match="together names '[be]'; allowed, once: a, b, c, d"):
+        with pytest.raises(ValueError, match=r"together names '[be]'; allowed, once: a, b, c, d"):
             Conformance(alternatives=said.alternatives, together=wrong).changes()
 
 
