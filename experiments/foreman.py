@@ -98,7 +98,7 @@ def _jobs(hydra: DictConfig) -> list[list[str]]:
 def opening(folder: Path) -> str:
     """What a grid says first."""
     grid = grids.read(folder)
-    return f"grid of {len(grid.jobs) or 'many'} runs; elsewhere: {grid.control('status')}"
+    return f"grid of {len(grid.jobs) or 'many'} runs; from another terminal: {grid.control('status')}"
 
 
 def line(folder: Path) -> str:

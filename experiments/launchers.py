@@ -112,8 +112,7 @@ class Joblib(CellLauncher):
     def run(self, cells: Sequence[Cell]) -> None:
         idle = [Worker(place) for place in self.places(len(cells))]
         waiting, running = list(reversed(cells)), {}
-        print(f"{len(cells)} runs, {len(idle)} at a time, each with {idle[0].place['OMP_NUM_THREADS']} CPU threads",
-              flush=True)
+        print(f"{len(cells)} runs, {len(idle)} at a time, CPU threads of each: {idle[0].place['OMP_NUM_THREADS']}", flush=True)
         try:
             while waiting or running:
                 while waiting and idle:

@@ -63,7 +63,7 @@ def test_a_killed_worker_is_a_failed_run_and_harms_no_other(tmp_path):
     done = subprocess.run([sys.executable, "-m", "experiments.train", *options, *grid], cwd=tmp_path, env=environment,
                           capture_output=True, text=True, timeout=900)
     print(done.stdout, done.stderr)
-    assert done.returncode == 1 and "3 runs, 2 at a time, each with 1 CPU threads" in done.stdout
+    assert done.returncode == 1 and "3 runs, 2 at a time, CPU threads of each: 1" in done.stdout
     assert "1 finished, 0 skipped, 2 failed, 0 diverged" in done.stdout and "Traceback" not in done.stderr
     found = {json.loads((path.parent / "params.json").read_text())["stack"]: path.parent
              for path in (tmp_path / "runs").glob("*/status.json")}
