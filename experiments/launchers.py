@@ -112,7 +112,8 @@ class Joblib(CellLauncher):
     def run(self, cells: Sequence[Cell]) -> None:
         idle = [Worker(place) for place in self.places(len(cells))]
         waiting, running = list(reversed(cells)), {}
-        print(f"{len(cells)} runs, {len(idle)} at a time, CPU threads of each: {idle[0].place['OMP_NUM_THREADS']}", flush=True)
+        threads = idle[0].place["OMP_NUM_THREADS"]
+        print(f"{len(cells)} runs, {len(idle)} at a time, CPU threads of each: {threads}", flush=True)
         try:
             while waiting or running:
                 while waiting and idle:
