@@ -164,7 +164,7 @@ class AnswerScores(Scores):
         right = torch.zeros(answers + 1, dtype=torch.int64, device=hits.device).index_add(0, place, (~hits).long()) == 0
         right[0] &= self.right
         self.right = bool(right[-1])
-        self._count({"sequence_accuracy": (int(right[:-1].sum()), answers)})
+        self.count({"sequence_accuracy": (int(right[:-1].sum()), answers)})
 
 
 def words(digits: Sequence[int]) -> list[int]:
