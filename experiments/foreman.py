@@ -16,7 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from experiments import grids
+from experiments import grids, runs
 from experiments.grids import Grid
 from experiments.outcomes import outcomes
 from experiments.processes import Process
@@ -36,6 +36,8 @@ class Foreman(Callback):
     """Hydra calls it in the process that leads the grid."""
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        if runs.follows({"trainer": OmegaConf.to_container(config.trainer)}):
+            return
         try:
             search = call(Search, OmegaConf.to_container(config.tune, resolve=True), "tune")
             grid = describe(config, search)

@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from experiments import grids, slurm_queue
-from experiments.grids import Grid
+from experiments.grids import Grid, Started
 from experiments.progress import BAD, Job, Progress, progress
 
 _RUNNING = 3
@@ -152,10 +152,14 @@ def _cancel(grid: Grid) -> int:
         print(f"{grid.name}: nothing runs")
         return 0
     grids.cancel(grid.folder)
-    queued = slurm_queue.queue(grid.slurm)
+    queued = slurm_queue.queue(grid.slurm) or set()
+    # Before the processes of the rest are looked for: a second SIGTERM ends a run at once, without its checkpoint.
+    running = [job for job in _running(grid) if job.slurm not in queued]
     if queued:
         slurm_queue.cancel(queued)
-    _terminate(grid)
+    # Those that are provably still the ones that started these jobs.
+    for process in {job.process for job in running}:
+        process.terminate()
     until = time.monotonic() + PATIENCE
     while (now := progress(grid)).active or grid.process.alive:
         if time.monotonic() > until:
@@ -166,12 +170,9 @@ def _cancel(grid: Grid) -> int:
     return 0
 
 
-def _terminate(grid: Grid) -> None:
-    """SIGTERM to the processes of running jobs: those that are provably still the ones that started them."""
+def _running(grid: Grid) -> list[Started]:
     running = {job.number for job in progress(grid).jobs if job.state == "running"}
-    begun = grids.started(grid.folder)
-    for process in {begun[number].process for number in running}:
-        process.terminate()
+    return [begun for number, begun in grids.started(grid.folder).items() if number in running]
 
 
 def _retry(grid: Grid) -> int:

@@ -17,7 +17,7 @@ from experiments import checkpoints, grid, grids, progress, record, slurm_queue
 from experiments.grids import Grid, Started
 from experiments.outcomes import Grid as Ended
 from experiments.outcomes import Outcome
-from experiments.processes import Process
+from experiments.processes import Process, _began
 
 ROOT = Path(__file__).parents[2]
 GONE = Process(os.getpid(), Process.this().host, "another time")
@@ -122,15 +122,22 @@ def fake_slurm(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_only_jobs_that_were_submitted_from_the_grids_folder_are_ended(make, fake_slurm, command):
+def test_only_jobs_that_were_submitted_from_the_grids_folder_are_ended(make, fake_slurm, command, monkeypatch):
     submitted = fake_slurm / "runs" / ".grids" / "2030-01-01_00-00-00" / ".submitit"
     (fake_slurm / "queue").write_text(f"7_0 {submitted}/a.sh\n8 /elsewhere/a.sh\n7_1 {submitted}/a.sh\n9\n")
     mine = make(slurm=str(submitted))
     assert slurm_queue.queue(mine.slurm) == {"7_0", "7_1"} and slurm_queue.queue(None) is None
     assert states(mine) == ["waiting"] * 4
-    code, out, _ = command("cancel")
-    assert code == 0 and out.startswith("mine (cancelled): 0 of 4 done, 4 not started")
+    # A job of Slurm's gets its one SIGTERM from there: a second one would cost it its checkpoint.
+    sleeper = subprocess.Popen(["sleep", "60"])
+    starts(mine, 0, replace(Process.this(), number=sleeper.pid, began=_began(sleeper.pid)), slurm="7_0")
+    assert states(mine) == ["running", *["waiting"] * 3]
+    monkeypatch.setattr(grid, "PATIENCE", 0.0)
+    assert command("cancel")[0] == 1 and sleeper.poll() is None
     assert (fake_slurm / "ended").read_text() == "7_0 7_1\n"
+    sleeper.kill()
+    sleeper.wait()
+    assert states(mine) == ["interrupted", *["not started"] * 3]
 
 
 def test_a_process_is_ended_only_where_it_is_the_one_that_was_written_down():
@@ -138,10 +145,7 @@ def test_a_process_is_ended_only_where_it_is_the_one_that_was_written_down():
     try:
         number = replace(Process.this(), number=sleeper.pid)
         assert number.alive is False and not number.terminate() and sleeper.poll() is None
-        written = subprocess.run([sys.executable, "-c", "from experiments.processes import _began; import sys; "
-                                  "print(_began(int(sys.argv[1])))", str(sleeper.pid)],
-                                 cwd=ROOT, capture_output=True, text=True).stdout.strip()  # fmt: skip
-        known = replace(number, began=written)
+        known = replace(number, began=_began(sleeper.pid))
         assert known.alive and replace(known, host="far away").alive is None
         assert known.terminate() and sleeper.wait(10) == -15
         assert not known.alive and not known.terminate()
