@@ -85,7 +85,7 @@ def show(client: Any, experiment: str, sweep: str) -> list[str]:
 def links(uri: str, sweep: str | None = None) -> list[str]:
     """The links to the comparisons of a sweep, one a task; without views, or a sweep, to the charts of all its runs.
 
-    None where MLflow does not answer: that is said once.
+    There are none where MLflow does not answer: that is said once.
     """
     try:
         client, experiment = connect(uri)
@@ -106,10 +106,10 @@ def newest(uri: str) -> list[tuple[str, str]]:
     """
     client, experiment = connect(uri)
     tags = client.get_experiment(experiment).tags
-    found = [(json.loads(text), name.removeprefix(views.TAG)) for name, text in tags.items()
-             if name.startswith(views.TAG)]
+    found = [(_entry(text), name.removeprefix(views.TAG)) for name, text in tags.items() if name.startswith(views.TAG)]
     found.sort(key=lambda item: item[0].get("updatedAt", 0), reverse=True)
-    listed = [(view.get("name", key), views.link(base(uri), experiment, key)) for view, key in found]
+    # A view that somebody shared from the interface may have no name.
+    listed = [(view["name"], views.link(base(uri), experiment, key)) for view, key in found if "name" in view]
     return [*listed, ("all runs", views.link(base(uri), experiment))]
 
 
@@ -173,9 +173,17 @@ def _seen(runs: Sequence[Any]) -> list[views.Run]:
 
 def _write(client: Any, experiment: str, view: str, name: str, state: dict[str, Any]) -> None:
     now = int(1000 * time.time())
-    before = client.get_experiment(experiment).tags.get(views.TAG + view)
-    created = json.loads(before)["createdAt"] if before else now
+    created = _entry(client.get_experiment(experiment).tags.get(views.TAG + view, "")).get("createdAt", now)
     client.set_experiment_tag(experiment, views.TAG + view, views.entry(name, state, created, now))
+
+
+def _entry(text: str) -> dict[str, Any]:
+    """What a view's tag says about it; nothing where the interface wrote another format."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _list(client: Any, experiment: str, lines: dict[str, str]) -> None:

@@ -92,6 +92,14 @@ def test_the_description_starts_with_the_newest_and_keeps_what_people_wrote(uri,
     assert len(lines) == sweep.MOST_LISTED + len(rest) and lines[-4:] == rest
 
 
+def test_the_newest_comparison_comes_first_and_strange_views_do_no_harm(uri, finish):
+    for name in ("old", "new"):
+        finish(name)
+    for name, text in {"shared": "deflate;eNqrrgUAAXUA+Q==", "list": "[]"}.items():
+        MlflowClient(uri).set_experiment_tag("1", views.TAG + name, text)
+    assert [name for name, _ in sweep.newest(uri)] == ["new", "old", "all runs"]
+
+
 def test_without_a_sweep_or_a_quality_the_link_leads_to_the_plain_charts(uri):
     assert sweep.links(uri) == [f"http://127.0.0.1:5000/{views.link('', '1')[1:]}"]
     assert "searchFilter=tags.%60sweep.none%60" in sweep.links(uri, "none")[0]
