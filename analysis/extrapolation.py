@@ -28,7 +28,9 @@ def apart(records: Records) -> Records:
     if not scaled:
         return records
     plain = records.runs.drop(columns=list(scaled))
-    rescaled = records.runs[list(scaled)].notna().any(axis="columns")
+    # A run that has not come so far says by its options that it was to be tested so.
+    asked = [name for name in records.params if name.startswith("evaluate.rope_scaling.")]
+    rescaled = records.runs[[*scaled, *asked]].notna().any(axis="columns")
     rows = [plain.assign(scaling=rescaled.map({True: UNSCALED}))]
     for scaling in dict.fromkeys(match["scaling"] for match in scaled.values()):
         names = {name: f"eval/{m['suite']}/{m['metric']}" for name, m in scaled.items() if m["scaling"] == scaling}

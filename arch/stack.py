@@ -151,12 +151,13 @@ def mixer_options(mixers: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             registry.get(options["mixer"])
             base[name] = base[options["mixer"]] | dict(options)
     for name, options in base.items():
+        what = f"model.mixers.{name}: mixer {options['mixer']!r}"
+        options = base[name] = registry.one_way(options["mixer"], options, what)
         allowed = registry.options(options["mixer"])
         for option in options:
             if option not in NOT_THE_MIXERS and option not in allowed:
                 raise ValueError(
-                    f"model.mixers.{name}: mixer {options['mixer']!r} has no option {option!r}"
-                    f"{nearest(option, allowed)}; options: {', '.join(allowed)}"
+                    f"{what} has no option {option!r}{nearest(option, allowed)}; options: {', '.join(allowed)}"
                 )
         _check_cross(name, options)
     # One spelling of "not".

@@ -125,7 +125,7 @@ class Job:
                  "length": self.length}
         machine = {name: self.tree.get(name) for name in ("precision", "backend", "threads", "rounds")}
         machine |= {"device": self.cell.device} if self.cell else {}
-        return Description(f"bench {self.label} {self.length}", short | config.flatten(found), found,
+        return Description(f"{self.label} {self.length}", short | config.flatten(found), found,
                            environment(machine), self.command, self.tree["sweep"] or f"bench {sweep}",
                            # The same cell is another measurement each time.
                            key=f"{sweep}-{self.key}")

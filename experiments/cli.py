@@ -140,6 +140,8 @@ def unknown(key: str, tree: Mapping[str, Any]) -> str:
             break
         node = node[part]
     prefix = "".join(f"{parent}." for parent in parts[:depth])
+    if parts[:2] == ["model", "mixers"] and parts[3:] == ["causal"] and depth == 3:
+        return f"{prefix[:-1]} {registry.ONE_WAY}"
     # The right name in the wrong place, as lr for optimizer.lr, is nearer than another name in this place.
     same = [path for path in config.flatten(tree) if path.rpartition(".")[2] == parts[-1]]
     allowed = [f"{prefix}{name}" for name in node]
@@ -195,6 +197,8 @@ Train a stack of sequence mixers on a task, or a grid of stacks, and log quality
         stacks of your own; a layout with spaces stands in quotes
     python -m experiments.train -m +experiment=quickstart
         a grid kept in a file of conf/experiment
+    python -m experiments.train -m +experiment=quickstart hydra/launcher=joblib
+        several runs at a time; submitit_slurm: on a cluster, see docs/cluster.md
     python -m experiments.train -m stack=mha,gqa match.metric=parameters match.target=1.0e6 match.knob=model.mlp_width
         equal budgets: the knob is set so that every run has the target within 1% (stack:gqa: what gqa has)
     python -m experiments.train -m stack=mha,linear seed=0,1,2 tune=lr 'tune.values=[1e-3,3e-3,1e-2]'
@@ -243,7 +247,7 @@ MIXERLAB_PLUGINS=FILE.py adds mixers of your own
 _PAGES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "train": (
         _TRAIN,
-        ("model", "task", "optimizer", "trainer", "tune", "experiment"),
+        ("model", "task", "optimizer", "trainer", "tune", "experiment", "hydra/launcher"),
         ("model/language_model", "model/encoder_decoder", *(f"task/{task}" for task in tasks.names()),
          "optimizer/adamw", "trainer/default", "match/default", "evaluate/default", "tune/lr", "tune/optuna_lr"),
     ),

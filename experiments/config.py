@@ -186,7 +186,8 @@ class Plan:
         return replace(self._at(choice.lr, self.settings.seed), choice=choice)
 
     def _at(self, lr: float, seed: int) -> Plan:
-        settings = replace(self.settings, seed=seed, optimizer=self.settings.optimizer | {"lr": lr})
+        # Who trains by these settings has nothing to choose.
+        settings = replace(self.settings, seed=seed, optimizer=self.settings.optimizer | {"lr": lr}, tune={})
         return replace(self, settings=settings, optimizer=replace(self.optimizer, lr=lr))
 
     @property

@@ -13,13 +13,11 @@ from typing import Any
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.plugins import Plugins
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from experiments import grids
 from experiments.grids import Grid
-from experiments.launchers import CellLauncher
 from experiments.outcomes import outcomes
 from experiments.processes import Process
 from experiments.progress import progress
@@ -42,13 +40,11 @@ class Foreman(Callback):
             search = call(Search, OmegaConf.to_container(config.tune, resolve=True), "tune")
             grid = describe(config, search)
             check(search, grid.jobs)
-            launcher = Plugins.instance()._instantiate(config.hydra.launcher)
-            if isinstance(launcher, CellLauncher):
-                launcher.check()
+            grids.begin(grid)
         except ValueError as error:
             raise Refused(str(error)) from None
-        grids.begin(grid)
-        print(f"{len(grid.jobs)} runs; how far they are, elsewhere: {grid.control('status')}", flush=True)
+        except OSError as error:
+            raise Refused(f"{error.filename}: {error.strerror}; runs=FOLDER chooses another folder") from None
         if grid.slurm:
             # What its jobs say is in their logs.
             threading.Thread(target=_tell, args=(grid,), daemon=True).start()
@@ -99,6 +95,12 @@ def _jobs(hydra: DictConfig) -> list[list[str]]:
     return [list(job) for batch in BasicSweeper.split_arguments(overrides, None) for job in batch]
 
 
+def opening(folder: Path) -> str:
+    """What a grid says first."""
+    grid = grids.read(folder)
+    return f"grid of {len(grid.jobs) or 'many'} runs; from another terminal: {grid.control('status')}"
+
+
 def line(folder: Path) -> str:
     """How far the grid in a folder is, for its own terminal."""
     grid = grids.read(folder)
@@ -108,10 +110,13 @@ def line(folder: Path) -> str:
 
 
 def _tell(grid: Grid) -> None:
-    """A line whenever a job has ended."""
+    """A line when jobs have started, and whenever one has ended."""
     told = 0
-    pause = threading.Event()
-    while not pause.wait(_LOOK):
+    while not grids.started(grid.folder):
+        time.sleep(_LOOK)
+    print(opening(grid.folder), flush=True)
+    while True:
+        time.sleep(_LOOK)
         ended = len(outcomes(grid.folder))
         if ended > told:
             print(line(grid.folder), flush=True)

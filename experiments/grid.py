@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -52,7 +52,7 @@ def main() -> int:
         if given.verb == "status":
             return _watch(grid) if given.watch else _status(grid)
         return {"retry": _retry, "cancel": _cancel}[given.verb](grid)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -126,8 +126,7 @@ def _watch(grid: Grid) -> int:
         while True:
             now = progress(grid)
             table = _table(now, max(console.height - 4, 5))
-            table.title, table.title_justify = Text(_title(now), style="bold"), "left"
-            live.update(table, refresh=True)
+            live.update(Group(Text(_title(now), style="bold"), table), refresh=True)
             if not now.active:
                 return _code(now)
             time.sleep(_LOOK)

@@ -15,6 +15,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -84,6 +85,14 @@ def begin(grid: Grid) -> None:
     write(grid.folder / "grid.json", json.dumps(asdict(grid) | {"folder": str(grid.folder)}, indent=1))
 
 
+def forget(folder: Path) -> None:
+    """A grid that a mistake has ended before any job started was none."""
+    record = folder / "grid.json"
+    # There may be no folder, or a file in its place.
+    if record.exists() and not started(folder):
+        record.unlink()
+
+
 def start(folder: Path, number: int) -> Started:
     """Write down that this process now runs a job."""
     begun = Started(number, Process.this(), time.time(), _slurm_id() if read(folder).slurm else None)
@@ -136,17 +145,25 @@ def find(runs: Path, name: str | None) -> Grid:
     Raises:
         ValueError: there is none.
     """
-    # Folders are named after the time.
-    found = [read(path.parent) for path in sorted(runs.glob(".grids/*/grid.json"), reverse=True)]
+    if name and (runs / ".grids" / name / "grid.json").exists():
+        return read(runs / ".grids" / name)
+    found = _all(runs)
     if not found:
         raise ValueError(f"runs={str(runs)!r} has no grid; python -m experiments.train -m ... starts one")
-    if name is None:
-        return found[0]
     for grid in found:
-        if name in (grid.sweep, grid.folder.name):
+        if name in (None, grid.sweep):
             return grid
     known = list(dict.fromkeys(grid.name for grid in found))
     raise ValueError(f"{name!r} is no grid{nearest(name, known)}; in runs={str(runs)!r} are: {', '.join(known)}")
+
+
+def _all(runs: Path) -> list[Grid]:
+    """The grids that can be read, the newest first: folders are named after the time."""
+    found = []
+    for path in sorted(runs.glob(".grids/*/grid.json"), reverse=True):
+        with suppress(ValueError):
+            found.append(read(path.parent))
+    return found
 
 
 def _slurm_id() -> str | None:

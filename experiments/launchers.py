@@ -23,7 +23,7 @@ from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
 from hydra.plugins.launcher import Launcher
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from experiments import runs
+from experiments import grids, runs
 from experiments.outcomes import Grid
 from experiments.signals import Terminated, on_terminate
 from experiments.tasks.base import at_least
@@ -64,6 +64,8 @@ class Cell:
         words = list(config.hydra.overrides.task)
         with open_dict(config):
             folder = Path(config.pop("hydra").sweep.dir)
+        if grids.cancelled(folder):
+            return
         tree = OmegaConf.to_container(config)
         outcome = runs.lost(tree, runs.command(words), reason, overrides=words)
         Grid.add(folder, replace(outcome, job=self.number))
@@ -79,6 +81,8 @@ class CellLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         setup_globals()
+        if self.config.hydra.job.config_name != "train":
+            raise ValueError("hydra/launcher: only experiments.train sends its runs elsewhere")
         self.check()
         cells = [self.cell(self, initial_job_idx + i, overrides) for i, overrides in enumerate(job_overrides)]
         self.run(cells)
@@ -108,8 +112,8 @@ class Joblib(CellLauncher):
     def run(self, cells: Sequence[Cell]) -> None:
         idle = [Worker(place) for place in self.places(len(cells))]
         waiting, running = list(reversed(cells)), {}
-        print(f"{len(cells)} runs, {len(idle)} at a time, each with {idle[0].place['OMP_NUM_THREADS']} CPU threads",
-              flush=True)
+        threads = idle[0].place["OMP_NUM_THREADS"]
+        print(f"{len(cells)} runs, {len(idle)} at a time, CPU threads of each: {threads}", flush=True)
         try:
             while waiting or running:
                 while waiting and idle:

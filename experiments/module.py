@@ -370,7 +370,13 @@ def _rescaled(trainer: L.Trainer, module: Training, suites: Mapping[str, Dataset
 
 
 def _batches(rows: Dataset, plan: Plan, group: Group, start: int = 0, workers: int = 0) -> DataLoader:
-    """Batches of this process's rows, its share of `batch_size` each; every row is in one process."""
+    """Batches of this process's rows, its share of `batch_size` each; every row is in one process.
+
+    Raises:
+        ValueError: there are more processes than rows.
+    """
+    if len(rows) < group.ranks:
+        raise ValueError(f"a suite has {len(rows)} rows, fewer than the {group.ranks} processes that share them")
     each = plan.trainer.batch_size // group.ranks
     return loader(rows, each, start, workers, rank=group.rank, ranks=group.ranks)
 

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -116,16 +116,13 @@ def led(plan: config.Plan, start: Path | None, folder: Path) -> Iterator[Group]:
     if plan.trainer.ranks == 1:
         yield Group()
         return
-    outer = started()
-    with nullcontext(Followers()) if outer else followers(plan.trainer.ranks) as others:
-        with joined(outer or others.place) as group:
-            _told.append(group.tell(_order(plan, start, folder)))
-            try:
-                yield group
-            except RuntimeError as error:
-                others.explain(error)
-                raise
-        others.wait()
+    with followers(plan.trainer.ranks) as others, joined(others.place) as group:
+        _told.append(group.tell(_order(plan, start, folder)))
+        try:
+            yield group
+        except RuntimeError as error:
+            others.explain(error)
+            raise
 
 
 def _order(plan: config.Plan, start: Path | None, folder: Path) -> dict[str, Any]:
@@ -206,9 +203,9 @@ def started() -> Place | None:
 
 
 class Followers:
-    """The processes that a leader has started; none where they were started for it."""
+    """The processes that a leader at `place` has started; none where they were started for it."""
 
-    def __init__(self, place: Place | None = None) -> None:
+    def __init__(self, place: Place) -> None:
         self.place = place
         self.processes: list[tuple[subprocess.Popen[str], Path]] = []
 
@@ -247,10 +244,6 @@ class Followers:
             found.add_note(said)
             raise found from error
 
-    def wait(self) -> None:
-        for process, _ in self.processes:
-            process.wait(_PATIENCE.total_seconds())
-
     def end(self) -> None:
         for process, _ in self.processes:
             process.kill()
@@ -261,7 +254,11 @@ class Followers:
 
 @contextmanager
 def followers(ranks: int) -> Iterator[Followers]:
-    """Start the other processes of a run on this machine, and end them."""
+    """The other processes of a run: started on this machine, and ended, unless torchrun or srun has started them."""
+    outer = started()
+    if outer:
+        yield Followers(outer)
+        return
     with tempfile.TemporaryDirectory() as folder:
         place = Place(0, ranks, 0, 0, f"file://{folder}/meeting")
         found = Followers(place)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from experiments import config, grids, ranks, resume, trials
 from experiments.environment import code, environment
 from experiments.outcomes import Grid, Outcome, headline, outcomes
-from experiments.record import Description, lock, read_status, write, write_status
+from experiments.record import Description, discard, lock, read_status, write, write_status
 from experiments.signals import Terminated
 from experiments.tracking import Tracker, address, catch_up, join_sweep
 from mixers import registry
@@ -55,6 +55,12 @@ def execute(
         return _lead(tree, command, alone, overrides, grid, place)
 
 
+def follows(tree: Mapping[str, Any]) -> bool:
+    """Does another process lead this one, of those that torchrun or srun has started for one run?"""
+    place = ranks.started() if _several(tree) else None
+    return bool(place and place.rank)
+
+
 def _several(tree: Mapping[str, Any]) -> bool:
     """Is the run for several processes? Its options may be of any type."""
     trainer = tree.get("trainer")
@@ -68,7 +74,12 @@ def _lead(
     try:
         plan = _plan(tree, overrides)
         ranks.check(plan.trainer, place)
-        plan = _tuned(plan, overrides, grid) if plan.search.method else plan
+        if plan.search.method:
+            if place:
+                raise ValueError("tune makes several runs, and torchrun or srun has started processes for one")
+            plan = _tuned(plan, overrides, grid)
+            # From an earlier try, of which no trial came to anything.
+            discard(_refused(tree))
         outcome = _locked(plan, command)
         told = f"; {plan.choice.brief}" if plan.choice and outcome.good else ""
         return replace(outcome, text=outcome.text + told)
@@ -129,6 +140,13 @@ def _tuned(plan: config.Plan, overrides: Sequence[str], grid: Path | None) -> co
     tuned = trials.tune(plan, run, settled)
     print(f"{_name(plan)}: {'warning: ' if tuned.choice.edge else ''}{tuned.choice}", flush=True)
     return tuned
+
+
+def command(overrides: Sequence[str]) -> str:
+    """The command that repeats one run."""
+    # An experiment's file may ask for a grid.
+    single = ["hydra.mode=RUN"] if any(override.startswith("+experiment=") for override in overrides) else []
+    return shlex.join(["python", "-m", "experiments.train", *overrides, *single])
 
 
 def _locked(plan: config.Plan, command: str) -> Outcome:
@@ -249,11 +267,11 @@ def _end(plan: config.Plan, tracker: Tracker, outcome: str, text: str, log: str 
 
 
 def _refuse(tree: Mapping[str, Any], command: str, error: Exception) -> Outcome:
-    """The record of a cell whose options are wrong; they may be of any type."""
-    semantic = {name: tree[name] for name in tree if name not in ("runs", "sweep", "mlflow", "rerun", "resume", "tune")}
+    """The record of a cell whose options are wrong, and may be of any type, or that has no learning rate."""
+    semantic, folder = _semantic(tree), _refused(tree)
     model, task = (node if isinstance(node := tree.get(name), Mapping) else {} for name in ("model", "task"))
     layout, seed, sweep, runs = model.get("layout"), tree.get("seed"), tree.get("sweep"), str(tree.get("runs"))
-    label, folder = str(config.label(tree.get("stack"), layout)), Path(runs) / config.key(semantic)
+    label = str(config.label(tree.get("stack"), layout))
     params = {"stack": label, "layout": layout, "task": task.get("name"), "seed": seed}
     reason, sweep = f"{type(error).__name__}: {error}", sweep if isinstance(sweep, str) else None
     about = Description(label, params, config.plain(semantic), environment({}), command, sweep, folder.name)
@@ -268,6 +286,16 @@ def _refuse(tree: Mapping[str, Any], command: str, error: Exception) -> Outcome:
     return Outcome(label, str(task.get("name")), seed, "failed", reason, str(folder))
 
 
+def _semantic(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides the result of a config that was not checked."""
+    return {name: tree[name] for name in tree if name not in ("runs", "sweep", "mlflow", "rerun", "resume", "tune")}
+
+
+def _refused(tree: Mapping[str, Any]) -> Path:
+    """The folder of the record of a config that was not run."""
+    return Path(str(tree.get("runs"))) / config.key(_semantic(tree))
+
+
 def lost(tree: Mapping[str, Any], said: str, reason: str, *, overrides: Sequence[str] = ()) -> Outcome:
     """The outcome of a run whose process ended without one; its record says so, unless that has its end already.
 
@@ -276,7 +304,10 @@ def lost(tree: Mapping[str, Any], said: str, reason: str, *, overrides: Sequence
     """
     try:
         plan = _plan(tree, overrides)
-        folder = Path(plan.settings.runs) / plan.key
+        if plan.search.method:
+            # Which of its runs it was, nobody has said.
+            return _refuse(tree, said, trials.NoRate(reason))
+        folder = plan.folder
         with lock(folder) as free:
             settled = _settled(plan, folder) if free else None
             if settled is None and free:
@@ -298,13 +329,6 @@ def _close(plan: config.Plan, folder: Path, said: str, reason: str) -> None:
         write_status(folder, replace(status, status="FAILED", reason=reason, owner=None, behind=uri is not None))
         if uri:
             catch_up(folder, uri)
-
-
-def command(overrides: Sequence[str]) -> str:
-    """The command that repeats one run."""
-    # An experiment's file may ask for a grid.
-    single = ["hydra.mode=RUN"] if any(override.startswith("+experiment=") for override in overrides) else []
-    return shlex.join(["python", "-m", "experiments.train", *overrides, *single])
 
 
 def _possible_address(runs: str, wanted: Any) -> str | None:

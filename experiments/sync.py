@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
 from experiments import cli
 from experiments.record import lock, read_status, write_status
-from experiments.tracking import address, exists, upload
+from experiments.tracking import address, exists, refresh, upload
 
 _DEAD = "its process ended without a word; the command that made it goes on from its newest checkpoint"
 
@@ -66,13 +67,18 @@ def main() -> int:
         folders = sorted(path.parent for paths in found for path in paths)
         if not folders:
             raise cli.UsageError(f"runs={chosen['runs']!r} has no records")
+        sent: dict[str, set[str]] = defaultdict(set)
         for folder in folders:
             try:
                 print(f"{folder}: {sync(folder, wanted, default)}", flush=True)
+                status = read_status(folder)
+                sent[status.mlflow_uri or default].update(status.sweeps)
             # One broken record, or one answer that a server does not give, leaves the others alone.
             except Exception as error:
                 failed.append(folder)
                 print(f"{folder}: FAILED: {type(error).__name__}: {error}", flush=True)
+        for uri, sweeps in sent.items():
+            refresh(uri, sorted(sweeps))
 
     return cli.run(work, "train") or int(bool(failed))
 

@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from experiments import cli, foreman, grids, ranks, runs
+from experiments import cli, foreman, grids, runs
 from experiments.outcomes import Grid, Outcome, table
 from experiments.signals import Terminated, on_terminate
 from experiments.tracking import address, links
@@ -30,7 +30,8 @@ def _job(composed: DictConfig) -> None:
             _cell(composed, Path(settings.sweep.dir), settings.job.num)
         else:
             _refuse_launcher(settings.runtime.choices["hydra/launcher"])
-            _alone.extend(filter(None, [_execute(composed)]))
+            outcome = _execute(composed)
+            _alone.extend([outcome] if outcome else [])
     except runs.ConfigError as error:
         # Hydra would print a line of its own above ours.
         _mistakes.append(error)
@@ -40,10 +41,11 @@ def _cell(composed: DictConfig, grid: Path, number: int) -> None:
     """One job of a grid, in whatever process."""
     if grids.cancelled(grid):
         return
-    place = ranks.started()
-    if place and place.rank:
+    if runs.follows(OmegaConf.to_container(composed)):
         _execute(composed, grid)
         return
+    if number == 0:
+        print(foreman.opening(grid), flush=True)
     begun = grids.start(grid, number)
     try:
         outcome = _execute(composed, grid)
@@ -104,6 +106,8 @@ def main() -> int:
         code = 143
     except foreman.Refused as error:
         code = cli.fail(str(error))
+    if Grid.folder and code == 2:
+        grids.forget(Grid.folder)
     outcomes = Grid.outcomes()
     if outcomes:
         print("\n".join(["", table(outcomes), *_links()]), flush=True)

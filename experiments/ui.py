@@ -25,6 +25,9 @@ from experiments.tracking import address, exists, newest
 
 MOST_LINKS = 8
 PORT = 5000
+# No usage reports; no background jobs, which belong to the pages about language-model applications and start slowly.
+QUIET = {"DO_NOT_TRACK": "true", "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+         "PYTHONWARNINGS": "ignore"}
 
 
 def main() -> int:
@@ -86,8 +89,7 @@ def _serve(uri: str, port: int, link: str) -> int:
     print("It answers in about ten seconds; Ctrl-C ends it.", flush=True)
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
                "--uvicorn-opts", "--log-level warning", "--backend-store-uri", uri]
-    quiet = {"PYTHONWARNINGS": "ignore", "DO_NOT_TRACK": "true", "MLFLOW_DISABLE_TELEMETRY": "true"}
-    with subprocess.Popen(command, env=quiet | os.environ) as server:
+    with subprocess.Popen(command, env=QUIET | os.environ) as server:
         threading.Thread(target=_open_when_up, args=(link, port, server), daemon=True).start()
         try:
             with on_terminate():

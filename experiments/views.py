@@ -25,6 +25,8 @@ MAX_STATE = 20_000
 MOST_SUITES = 6
 # Options that differ within a stack, beyond which the names of groups are not readable.
 MOST_GROUPS = 3
+# Without it, MLflow opens its pages about language-model applications.
+_TRAINING = {"workflowType": "machine_learning"}
 _FLOPS = "complexity/flops_per_token_train"
 _SPEED = ("measured/train_tokens_per_second", "measured/peak_memory_bytes")
 
@@ -108,10 +110,13 @@ def link(base: str, experiment: str, view: str | None = None, search: str | None
     A search in the link makes the interface pass over the view, which has its own.
     """
     given = {"viewStateShareKey": view, "searchFilter": search}
-    query = {name: value for name, value in given.items() if value is not None}
-    # Without the last, MLflow opens a page about language-model applications.
-    query |= {"compareRunsMode": "CHART", "workflowType": "machine_learning"}
-    return f"{base}/#/experiments/{experiment}/runs?{urlencode(query)}"
+    query = {name: value for name, value in given.items() if value is not None} | {"compareRunsMode": "CHART"}
+    return f"{base}/#/experiments/{experiment}/runs?{urlencode(query | _TRAINING)}"
+
+
+def artifact(base: str, experiment: str, run: str, name: str) -> str:
+    """An artifact of a run, shown in the interface at `base`."""
+    return f"{base}/#/experiments/{experiment}/runs/{run}/artifacts/{name}?{urlencode(_TRAINING)}"
 
 
 def _sections(runs: Sequence[Run], metrics: Collection[str], quality: str) -> list[Section]:

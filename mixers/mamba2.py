@@ -99,9 +99,11 @@ class Mamba2(StateSpace):
             documents=documents,
             document=None if past is None else past.get("document"),
             return_state=past is not None,
+            # Sums of fp16 may be beyond it, where the norm brings them back.
+            dtype=wide,
         )
         y = rearrange(y, "b t h p -> b t (h p)")
-        y = self.out_proj(y * silu(gate) if self.norm is None else self.norm(y, gate))
+        y = self.out_proj((y * silu(gate)).to(x.dtype) if self.norm is None else self.norm(y, gate))
         return y, {} if state is None else kept | {"state": state}
 
 
@@ -120,14 +122,14 @@ class GatedNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, y: Tensor, gate: Tensor) -> Tensor:
-        """[.., D] and its gate -> [.., D], computed in at least fp32."""
+        """[.., D] and its gate -> [.., D] of the gate's dtype, computed in at least fp32."""
         wide = torch.promote_types(y.dtype, torch.float32)
-        out, gate = y.to(wide), silu(gate.to(wide))
+        out, act = y.to(wide), silu(gate.to(wide))
         if not self.before_gate:
-            out = out * gate
+            out = out * act
         parts = out.unflatten(-1, (self.groups, -1))
         out = (parts * (parts.square().mean(-1, keepdim=True) + 1e-5).rsqrt()).flatten(-2) * self.weight
-        return (out * gate if self.before_gate else out).to(y.dtype)
+        return (out * act if self.before_gate else out).to(gate.dtype)
 
 
 def _heads(inner: int, head_dim: int | None, n_heads: int | None, n_groups: int) -> tuple[int, int]:

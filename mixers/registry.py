@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any, TypeVar, get_type_hints
 
@@ -20,6 +20,8 @@ _BUILT_IN = (
     *("additive", "nsa"),
 )
 RESERVED = ("mlp", "with", "at", "before", "mixer")
+# Of a mixer without the option `causal`, after its name.
+ONE_WAY = "has no bidirectional form: allowed causal=True, which goes without saying"
 
 C = TypeVar("C", bound=type[Mixer])
 
@@ -83,7 +85,21 @@ def build(name: str, d_model: int, **chosen: Any) -> Mixer:
     Raises:
         ValueError: unknown name, unknown or ill-typed option, or a value that the mixer refuses.
     """
-    return call(get(name), chosen, f"mixer {name!r}", d_model=d_model)
+    what = f"mixer {name!r}"
+    return call(get(name), one_way(name, chosen, what), what, d_model=d_model)
+
+
+def one_way(name: str, chosen: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """Options without a `causal=True` that the mixer does not have because it has no other form.
+
+    Raises:
+        ValueError: another value of it.
+    """
+    if "causal" not in chosen or "causal" in options(name):
+        return dict(chosen)
+    if chosen["causal"] is not True:
+        raise ValueError(f"{what} {ONE_WAY}; got causal={chosen['causal']!r}")
+    return {option: value for option, value in chosen.items() if option != "causal"}
 
 
 def withdraw(name: str, why: str) -> bool:

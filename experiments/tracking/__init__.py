@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from experiments.tracking.mirror import Tracker, catch_up, join_sweep, upload
 from experiments.tracking.server import address, connect, cut, exists, safe
-from experiments.tracking.sweep import links, newest, publish
+from experiments.tracking.sweep import links, newest, publish, refresh
 
 __all__ = [
-    "Tracker", "address", "catch_up", "connect", "cut", "exists", "join_sweep", "links", "newest", "publish", "safe",
-    "upload",
+    "Tracker", "address", "catch_up", "connect", "cut", "exists", "join_sweep", "links", "newest", "publish",
+    "refresh", "safe", "upload",
 ]

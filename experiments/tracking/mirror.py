@@ -128,7 +128,7 @@ class Mirror:
         except Exception as error:
             self._give_up(error)
         else:
-            sweep.refresh(self.client, self.experiment, read_status(self.folder).sweeps)
+            sweep.refresh(self.uri, read_status(self.folder).sweeps)
 
     def upload(self) -> int:
         """Send all that MLflow lacks of the record, and return how many points that were.

@@ -37,7 +37,8 @@ def linear_attention(
     Args:
         q, k: [B, T, G, K]; v: [B, T, H, V]; one floating dtype. Head h reads group h // (H / G).
         normalise: divide by q . z. Only for feature maps that are not negative.
-        log_decay: [H] or [B, T, H], at most 0; only when causal.
+        log_decay: [H] or [B, T, H], at most 0; only when causal. Not looked at, which would wait for the device: above
+            0, what was seen grows.
         kv, z: the state before the first token, [B, H, K, V] and [B, H, K], fp32 or wider; None: nothing was seen yet.
         documents: [B, T] integers, contiguous, trailing zeros are padding; None: each row goes on with one document.
         document: [B], the document that the state belongs to (0: none); needed with `documents` and a state.

@@ -37,7 +37,8 @@ def selective_scan(
     Args:
         x: [B, T, D]; b, c: [B, T, N], one floating dtype.
         dt: [B, T, D] steps, at least 0 (after the softplus), fp32 or wider.
-        a: [D, N], below 0; d: [D]; both fp32 or wider.
+        a: [D, N], below 0; d: [D]; both fp32 or wider. Signs are not looked at, which would wait for the device: where
+            dt a is above 0, the state grows.
         state: h before the first token, [B, D, N], fp32 or wider; None: zero.
         documents: [B, T] integers, contiguous, trailing zeros are padding; None: each row goes on with one document.
         document: [B], the document that the state belongs to (0: none); needed with `documents` and a state.

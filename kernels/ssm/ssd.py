@@ -26,6 +26,7 @@ def ssd(
     documents: Tensor | None = None,
     document: Tensor | None = None,
     return_state: bool = True,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Diagonal state space with one decay a head, which is linear attention with q = c, k = b, v = dt x.
 
@@ -34,22 +35,24 @@ def ssd(
     Args:
         x: [B, T, H, P] floating.
         dt: [B, T, H] step sizes, at least 0 (after their softplus), fp32 or wider.
-        a: [H] below 0, fp32 or wider.
+        a: [H] below 0, fp32 or wider. Signs are not looked at, which would wait for the device: where dt a is above 0,
+            the state grows.
         b, c: [B, T, G, N] of x's dtype; head h reads group h // (H / G).
         d: [H] or [H, P], the skip; None: none.
         state: h before the first token, [B, H, P, N], fp32 or wider; None: zero.
         documents: [B, T] integers, contiguous, trailing zeros are padding; None: each row goes on with one document.
         document: [B], the document that the state belongs to (0: none); needed with `documents` and a state.
         return_state: False saves the work of the state after the last token, which is then None.
+        dtype: of y; None: x's, which in half precision may not hold what was summed in fp32.
     Returns:
-        y [B, T, H, P] of x's dtype; h after the last token [B, H, P, N] (strides are free).
+        y [B, T, H, P]; h after the last token [B, H, P, N] (strides are free).
     Raises:
         ValueError: shapes or dtypes that do not fit.
     Source: Dao and Gu 2024, arXiv:2405.21060, equations 1, 2 and 16.
     """
     _check(x, dt, a, b, c, d, state, documents, document)
     wide = torch.promote_types(x.dtype, torch.float32)
-    alone = state is None and not return_state
+    alone, dtype = state is None and not return_state, dtype or x.dtype
     if state is None:
         # As linear attention keeps it, [B, H, N, P].
         state = x.new_zeros(x.shape[0], x.shape[2], b.shape[3], x.shape[3], dtype=wide).transpose(2, 3)
@@ -57,7 +60,7 @@ def ssd(
         document = documents.new_zeros(x.shape[0])
     if count := flops.counter():
         count.record("ssd", ssd_flops(x.shape, b.shape))
-        return torch.empty_like(x), state if return_state else None
+        return torch.empty_like(x, dtype=dtype), state if return_state else None
     refusal, fused_refusal = dispatch.refusal(x, dt, state), fused.ssd_refusal(x, documents)
     run = backend.implementation("ssd", IMPLEMENTATIONS, x, refusal, fused_refusal)
     with backend.no_autocast(x):
@@ -65,7 +68,7 @@ def ssd(
         if d is not None:
             skip = x if documents is None else x.masked_fill((documents == 0)[:, :, None, None], 0)
             y = y + d.to(y.dtype).view(x.shape[2], -1) * skip
-    return y.to(x.dtype), state if return_state else None
+    return y.to(dtype), state if return_state else None
 
 
 def _dual(

@@ -18,7 +18,7 @@ def tested(write):
     """One record with these last metrics."""
 
     def one(metrics, **about):
-        folder = write(accuracy={}, params=TEXT, **about)
+        folder = write(accuracy={}, **{"params": TEXT} | about)
         line = {"step": 200, "tokens": 2000, "metrics": metrics}
         (folder / "metrics.jsonl").write_text((folder / "metrics.jsonl").read_text() + json.dumps(line) + "\n")
 
@@ -56,10 +56,12 @@ def test_runs_without_scalings_stay_what_they_are(write, runs):
 
 
 def test_a_failed_run_is_listed_once(tested, write, runs):
-    tested(bits({1: 2.0, 4: 4.0}, pi={1: 2.0, 4: 3.0}))
-    write(status="FAILED", reason="no memory", seed=1, params=TEXT)
+    asked = TEXT | {"evaluate.rope_scaling.pi.rope_type": "linear"}
+    tested(bits({1: 2.0, 4: 4.0}, pi={1: 2.0, 4: 3.0}), params=asked)
+    write(status="FAILED", reason="no memory", seed=1, params=asked)
     about, = by_task(load(runs))
-    assert [row[1] for row in sheets.left(about).rows].count("FAILED") == 1
+    left = [(row[0], row[1]) for row in sheets.left(about).rows]
+    assert left == [("mha (scaling=none), seed 1", "FAILED"), ("mha (scaling=pi), seed 1", "MISSING")]
 
 
 def test_the_report_draws_quality_by_length(tested, runs):

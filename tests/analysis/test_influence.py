@@ -14,6 +14,7 @@ import torch
 import experiments
 from analysis import canvas, influence, influence_plots
 from analysis.influence_map import Row
+from analysis.report import build
 from analysis.runs import counted, load
 from experiments import train
 
@@ -133,6 +134,14 @@ def test_the_section_of_a_report_has_a_map_of_each_cell_or_says_why_not(folder):
     assert {picture.title for picture in pictures[1:]} == {f"What {cell} depends on" for cell in seen}
     assert {trace.legendgroup for trace in pictures[0].figure.data} == seen
     assert len(missing) == 1 and missing[0].startswith(f"{cells['bare']}: ") and "has no checkpoint" in missing[0]
+
+
+def test_a_report_has_the_section_where_it_is_asked_for(folder):
+    records = load(folder / "runs")
+    page, plain = build(records, influence=True), build(records)
+    assert "What the models depend on" in page and "has no checkpoint" in page
+    assert "picture-0-influence-0" in page and "picture-1-influence-0" in page
+    assert "What the models depend on" not in plain and "--influence asks for" in plain
 
 
 def test_a_map_tells_nothing_from_little_and_from_no_token():

@@ -125,7 +125,7 @@ def test_few_directions_are_right_in_the_mean():
     assert influence(lambda x: x @ weight, torch.ones(1, 2), Effort((0,), 2)).item() == pytest.approx(math.sqrt(14))
 
 
-@pytest.mark.parametrize("layout", ["mha + mamba2", "window|linear", "gqa@a + nsa + mlp", "linear with additive at 1"])
+@pytest.mark.parametrize("layout", ["mha|mamba2 + mamba", "window|linear", "gqa@a + nsa + mlp", "mqa with based at 1"])
 def test_each_layer_is_asked_at_what_it_reads_in_the_model(layout, monkeypatch):
     stack = model(layout, n_layers=3, convolution=3, mixers=WINDOWS | {"gqa": {"n_heads": 2}})
     documents = torch.tensor([1] * 4 + [2] * 5, dtype=torch.int32)

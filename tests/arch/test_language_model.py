@@ -188,6 +188,7 @@ def test_one_training_step_reaches_every_parameter_and_reloads_weights_only(layo
         ("mha", dict(mixers={"mha": 3}), "must be a mapping"),
         ("mha", dict(mixers={"at": {"mixer": "mha"}}), "reserved"),
         ("mambo + mha", {}, "mamba"),
+        ("mamba", dict(mixers={"mamba": {"causal": False}}), "mixers.mamba: mixer 'mamba' has no bidirectional form"),
         ("mha + mlp", dict(mlp="none"), "contradicts"),
         ("mha", dict(mlp_width=0), "mlp_width=0"),
         ("mha", dict(convolution=0), "convolution=0"),

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from arch.encoder_decoder import EncoderDecoder
 from arch.language_model import LanguageModel
-from experiments import bench_cell, cli, config, optim, tasks, tuning
+from experiments import bench_cell, cli, config, launchers, optim, slurm, tasks, tuning
 from mixers.options import defaults
 
 FOLDER = Path(__file__).resolve().parents[2] / "conf"
@@ -80,7 +80,31 @@ def test_every_task_and_optimizer_has_a_file():
     assert set(config.choices("optimizer")) == set(optim.OPTIMIZERS)
 
 
-@pytest.mark.parametrize("file", [*files("model"), *files("task"), *files("optimizer"), *files("trainer")])
+@pytest.mark.parametrize("group", ["ddp", "fsdp"])
+def test_further_trainers_change_defaults_of_the_first(group):
+    found = node(f"trainer/{group}.yaml")
+    assert found.pop("defaults") == ["default"] and set(found) <= set(defaults(config.Trainer))
+    assert cli.composed("train", [f"trainer={group}"])["trainer"] == defaults(config.Trainer) | found
+
+
+@pytest.mark.parametrize(("name", "launcher"), [("joblib", launchers.Joblib), ("submitit_slurm", slurm.Slurm)])
+def test_a_launcher_node_is_the_signature(name, launcher):
+    found = node(f"hydra/launcher/{name}.yaml")
+    assert found.pop("_target_") == f"hydra_plugins.mixerlab.{launcher.__name__}"
+    named = set(inspect.signature(launcher).parameters) - {"options"}
+    assert named <= set(found) and (named == set(found) or name == "submitit_slurm")
+
+
+def test_the_options_of_the_slurm_launcher_are_submitits():
+    sbatch = pytest.importorskip("submitit.slurm.slurm")._make_sbatch_string
+    given = set(node("hydra/launcher/submitit_slurm.yaml")) - {"_target_", "folder", "max_num_timeout"}
+    assert given <= set(inspect.signature(sbatch).parameters)
+
+
+GROUPS = ("model", "task", "optimizer", "trainer", "hydra/launcher")
+
+
+@pytest.mark.parametrize("file", [file for group in GROUPS for file in files(group)])
 def test_every_option_says_in_a_line_what_it_is(file):
     for line in (FOLDER / file).read_text().splitlines():
         if line and not line.startswith(("#", "name:")):

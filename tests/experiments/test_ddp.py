@@ -128,7 +128,7 @@ def test_a_run_does_not_go_on_from_weights_that_are_divided_otherwise(command_li
 
 
 def test_the_leader_says_what_a_follower_died_of(tmp_path):
-    others = ranks.Followers()
+    others = ranks.Followers(ranks.Place(0, 3, 0, 0, ""))
     for rank, said in enumerate(["RuntimeError: Connection closed by peer", "ValueError: out of luck"], 1):
         (tmp_path / str(rank)).write_text(f"Traceback ...\n{said}\n")
         process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])

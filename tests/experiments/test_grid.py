@@ -175,7 +175,8 @@ def test_a_grid_is_found_by_its_sweep_its_folder_or_as_the_newest(make, command)
                                  "2030-01-03_00-00-00, mine\n")  # fmt: skip
     assert command("status", "a", "b")[0] == command("status", "run=x")[0] == 2
     (newer.folder / "grid.json").write_text("{")
-    assert "grid.json cannot be read" in command("status", "mine")[2]
+    assert grids.find(Path("runs"), "mine").folder.name == "2030-01-01_00-00-00"
+    assert "grid.json cannot be read" in command("status", newer.folder.name)[2]
 
 
 def test_the_exit_code_says_whether_all_have_a_result(make, command):

@@ -37,6 +37,12 @@ def start(folder, *options):
                             text=True)
 
 
+def first_line(process):
+    """Waits for what the first run says; the grid has spoken before."""
+    while process.stdout.readline().startswith("grid of "):
+        pass
+
+
 def curves(folder):
     """What every run logged and how it ended, without what is measured by a clock."""
     found = {}
@@ -55,7 +61,7 @@ def test_a_grid_that_is_killed_ends_as_one_that_is_not(tmp_path):
     grid = ("-m", "stack=mha,linear", f"seed={','.join(map(str, range(CELLS // 2)))}")
     began = time.monotonic()
     whole = start(tmp_path / "whole", *grid)
-    whole.stdout.readline()
+    first_line(whole)
     imports = time.monotonic() - began
     print(whole.communicate(timeout=900)[0])
     assert whole.returncode == 0
@@ -68,7 +74,7 @@ def test_a_grid_that_is_killed_ends_as_one_that_is_not(tmp_path):
         # Now and then before the first run begins: in the imports, or while MLflow makes its database.
         early = moments.random() < 0.2
         if not early:
-            process.stdout.readline()
+            first_line(process)
         try:
             output += process.communicate(timeout=moments.uniform(0, imports if early else rest / 2))[0]
         except subprocess.TimeoutExpired:

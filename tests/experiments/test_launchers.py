@@ -9,10 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from mlflow.tracking import MlflowClient
 
 from experiments import slurm
 from experiments.launchers import Joblib, shares
-from experiments.record import read_status
+from experiments.record import Description, read_status
+from experiments.runs import lost
+from experiments.tracking import Tracker
 
 ROOT = Path(__file__).parents[2]
 PLUGIN = """
@@ -60,7 +63,7 @@ def test_a_killed_worker_is_a_failed_run_and_harms_no_other(tmp_path):
     done = subprocess.run([sys.executable, "-m", "experiments.train", *options, *grid], cwd=tmp_path, env=environment,
                           capture_output=True, text=True, timeout=900)
     print(done.stdout, done.stderr)
-    assert done.returncode == 1 and "3 runs, 2 at a time, each with 1 CPU threads" in done.stdout
+    assert done.returncode == 1 and "3 runs, 2 at a time, CPU threads of each: 1" in done.stdout
     assert "1 finished, 0 skipped, 2 failed, 0 diverged" in done.stdout and "Traceback" not in done.stderr
     found = {json.loads((path.parent / "params.json").read_text())["stack"]: path.parent
              for path in (tmp_path / "runs").glob("*/status.json")}
@@ -69,6 +72,24 @@ def test_a_killed_worker_is_a_failed_run_and_harms_no_other(tmp_path):
     assert "broken in LokyProcess" in read_status(found["broken"]).reason
     assert read_status(found["mine"]).status == "FINISHED"
     assert json.loads((found["mine"] / "environment.json").read_text())["threads"] == 1
+
+
+def test_a_run_that_died_without_a_word_is_failed_in_its_record_and_in_mlflow(plan_of, tmp_path, new_database):
+    database = new_database(tmp_path)
+    plan = plan_of(f"runs={tmp_path}")
+    tree = {name: getattr(plan.settings, name) for name in plan.settings.__dataclass_fields__}
+    tracker = Tracker(tmp_path / plan.key, Description("mha", {}, plan.config, {}, "command", key=plan.key),
+                      f"sqlite:///{database}")
+    tracker.log(1, 64, {"train/loss": 1.0})
+    outcome = lost(tree, "command", "its process was shot")
+    assert (outcome.status, outcome.text) == ("failed", "its process was shot")
+    status = read_status(tracker.folder)
+    assert (status.status, status.reason, status.behind) == ("FAILED", "its process was shot", False)
+    run = MlflowClient(f"sqlite:///{database}").get_run(status.mlflow_run_id)
+    assert (run.info.status, run.data.tags["reason"]) == ("FAILED", "its process was shot")
+    # One that had ended keeps its end.
+    tracker.finish("FINISHED")
+    assert lost(tree, "command", "too late").status == "skipped"
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def test_names_of_the_contract(name, unit, better, title):
         ("val/acuracy", "val/accuracy"),
         ("eval/kv16", None),
         ("eval/kv16/acuracy", "eval/<suite>/accuracy"),
-        ("eval/a/b/accuracy", "eval/<suite>/accuracy"),
+        ("eval/a/b/c/accuracy", "eval/<suite>/accuracy"),
         ("eval/../accuracy", "eval/<suite>/accuracy"),
         ("complexity/state_bytes_at_", "complexity/state_bytes_at_<length>"),
         ("complexity/state_bytes_at_0", "complexity/state_bytes_at_<length>"),

@@ -144,6 +144,7 @@ def test_layouts_with_spaces_and_parentheses_are_read(call):
     [
         (["stack=gema3"], "stack='gema3' does not exist (did you mean 'gemma3'?)"),
         (["model.d_modl=3"], "model.d_modl is no option (did you mean 'model.d_model'?)"),
+        (["stack=mamba", "model.mixers.mamba.causal=false"], "model.mixers.mamba has no bidirectional form"),
         (["stack=mha,gqa"], "'stack=mha,gqa' has several values; show prints one model at a time"),
         (["model.layout=mha,2*(gqa)"], "has several values; show prints one"),
         (["model.layout=2*mha", "+", "gqa"], "needs quotes: python -m experiments.show ... 'model.layout=2*mha + gqa'"),

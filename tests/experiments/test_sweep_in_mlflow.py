@@ -129,11 +129,12 @@ def test_a_sweep_has_one_report_and_the_newest(uri, finish, tmp_path):
     kept = Path(run.info.artifact_uri.removeprefix("file://"))
     assert (kept / "report.html").read_text() == "new"
     assert [path.name for path in (kept / "pictures").iterdir()] == ["new.png"]
-    assert link == f"http://127.0.0.1:5000/#/experiments/1/runs/{run.info.run_id}/artifacts/report.html"
+    place = f"#/experiments/1/runs/{run.info.run_id}/artifacts/report.html?workflowType=machine_learning"
+    assert link == f"http://127.0.0.1:5000/{place}"
     assert (run.info.run_name, run.info.status) == ("report of mine", "FINISHED")
     # It has no metrics: nothing to compare.
     assert found(uri, sweep.search("mine")) == {"mha mqar seed 0"}
-    assert link.partition("/#")[2] in experiment(uri).tags[sweep.NOTE]
+    assert f"[report]({place})" in experiment(uri).tags[sweep.NOTE]
 
 
 def test_a_grid_ends_with_its_link(command_line, tmp_path, new_database):

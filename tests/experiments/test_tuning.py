@@ -7,13 +7,14 @@ import json
 import math
 import shlex
 import threading
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from mlflow.tracking import MlflowClient
 
 from analysis.runs import load
-from experiments import module, trials
+from experiments import cli, config, module, runs, trials
 from experiments.outcomes import outcomes
 from experiments.record import lock, read_status
 from experiments.signals import Terminated
@@ -122,6 +123,21 @@ def test_trials_of_other_jobs_are_waited_for_and_not_made_twice(tmp_path, monkey
     assert done == ["b", "c", "a of the other"]
 
 
+def test_other_processes_of_a_trial_train_what_it_is(plan_of):
+    plan = plan_of("tune.method=grid", "tune.values=[1e-3,1e-2]", "tune.seeds=[7]", "tune.monitor=val/loss")
+    trial = plan.trial(1e-2, 7)
+    assert (trial.optimizer.lr, trial.settings.seed, trial.config["optimizer"]["lr"]) == (1e-2, 7, 1e-2)
+    # What experiments.ranks tells them.
+    assert config.plan(asdict(trial.settings)).key == trial.key == plan_of("seed=7", "optimizer.lr=1e-2").key
+
+
+def test_a_tuned_run_whose_process_is_killed_is_on_record_as_failed(tmp_path):
+    tree = cli.composed("train", ["tune=lr", f"runs={tmp_path}", "mlflow=false"])
+    outcome = runs.lost(tree, "the command", "its process ended without a word")
+    assert outcome.status == "failed" and read_status(Path(outcome.folder)).reason.endswith("without a word")
+    assert list(load(tmp_path).runs["status"]) == ["FAILED"]
+
+
 def records(folder):
     """folder -> (status, params, last value of every metric), read by hand."""
     found = {}
@@ -206,6 +222,11 @@ def test_rates_that_diverge_lose_and_where_all_do_the_run_says_so(command_line, 
     code, out, _ = command_line(*tune, "-m", "seed=0,1", "tune.values=[1e30,1e31]")
     assert code == 1
     assert out.count("all 2 trials of tuning came to nothing: ") == 4 and "not finite" in out
+    reported = load(tmp_path / "runs").runs
+    assert sorted(reported["status"]) == ["FAILED", "FAILED", "FINISHED"]
+    # At last there is a rate: what is on record of the failure goes.
+    command_line(*tune, "seed=1", "tune.values=[1e30,1e-3]")
+    assert sorted(load(tmp_path / "runs").runs["status"]) == ["FAILED", "FINISHED", "FINISHED"]
     assert "0 finished, 0 skipped, 2 failed, 0 diverged" in out
 
 

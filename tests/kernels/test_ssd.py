@@ -103,6 +103,15 @@ def test_half_precision_inputs_keep_a_wide_state(implementation):
     assert y.dtype == torch.bfloat16 and state.dtype == torch.float32
 
 
+def test_what_half_precision_cannot_hold_is_there_on_demand(implementation):
+    x, dt, a, b, c = inputs()
+    x, b, c = x.half(), (400 * b).half(), (400 * c).half()
+    exact, _ = ssd(x.double(), dt, a, b.double(), c.double())
+    y, _ = ssd(x, dt.float(), a.float(), b, c, dtype=torch.float32)
+    assert y.dtype == torch.float32 and exact.abs().max() > 65_504
+    assert (y - exact).abs().max() < 1e-5 * exact.abs().max()
+
+
 def test_flops_are_the_multiply_adds_of_the_recurrence():
     x, dt, a, b, c = inputs()
     count = 0

@@ -71,11 +71,13 @@ def look(browser: Any) -> Any:
     def opened(url: str, width: int = 1280, height: int = 1000, dark: bool = False) -> Iterator[Look]:
         size = {"width": width, "height": height}
         context = browser.new_context(viewport=size, color_scheme="dark" if dark else "light")
+        # Milliseconds; on an idle machine everything is there within ten seconds.
+        context.set_default_timeout(300_000)
         seen = Look(context.new_page())
         seen.page.on("console", lambda m: seen.errors.append(f"{m.text} {m.location}") if m.type == "error" else None)
         seen.page.on("pageerror", lambda error: seen.errors.append(str(error)))
         seen.page.on("request", lambda request: seen.requests.append(request.url))
-        seen.page.goto(url, wait_until="load", timeout=120_000)
+        seen.page.goto(url, wait_until="load")
         yield seen
         context.close()
 

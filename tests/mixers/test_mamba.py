@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch.nn.functional import softplus
@@ -90,6 +92,21 @@ def test_sums_stay_fp32_under_autocast(name):
     assert {p.dtype for p in mixer.parameters()} == {torch.float32}
 
 
+@pytest.mark.parametrize("norm", ["after_gate", "before_gate"])
+def test_sums_beyond_half_precision_reach_the_norm(norm):
+    """4,096 keys of norm 20 in float16, all of one direction and hardly forgotten: their sum is above 65,504."""
+    torch.manual_seed(0)
+    mixer, x = registry.build("mamba2", 8, d_state=16, d_conv=1, norm=norm).half(), 1 + torch.rand(1, 4096, 8).half()
+    with torch.no_grad():
+        mixer.in_proj.weight.abs_()
+        mixer.conv1d.weight.fill_(2.5)
+        mixer.A_log.fill_(-12)
+        y, state = mixer.extend(x, mixer.start(1, x))
+        expected = copy.deepcopy(mixer).double()(x.double())
+    assert state["state"].amax() > 65_504 / 20
+    assert y.dtype == torch.float16 and (y - expected).norm() < 2e-3 * expected.norm()
+
+
 @both
 def test_pieces_shorter_than_the_convolution_equal_the_whole(name):
     """C02, C16: 1 to 3 tokens at a time with 4 taps."""
@@ -110,7 +127,7 @@ def test_pieces_shorter_than_the_convolution_equal_the_whole(name):
         ("mamba", dict(dt_rank=0), "dt_rank=0 must be at least 1"),
         ("mamba", dict(dt_min=0.2), "dt_min=0.2 and dt_max=0.1 must be 0.0001 <= dt_min <= dt_max"),
         ("mamba", dict(dt_min=0.0), "dt_min=0.0"),
-        ("mamba", dict(causal=False), "mixer 'mamba' has no option 'causal'"),
+        ("mamba", dict(causal=False), "mixer 'mamba' has no bidirectional form: allowed causal=True"),
         ("mamba", dict(state=3), r"no option 'state' \(did you mean 'd_state'\?\)"),
         ("mamba2", dict(d_state=0), "d_state=0 must be at least 1"),
         ("mamba2", dict(d_conv=0), "d_conv=0 must be at least 1"),
@@ -122,7 +139,7 @@ def test_pieces_shorter_than_the_convolution_equal_the_whole(name):
         ("mamba2", dict(a_min=0.0), "a_min=0.0 and a_max=16.0"),
         ("mamba2", dict(dt_floor=-1.0), "dt_floor=-1.0 must be at least 0"),
         ("mamba2", dict(norm="before"), "did you mean 'before_gate'"),
-        ("mamba2", dict(causal=False), "mixer 'mamba2' has no option 'causal'"),
+        ("mamba2", dict(causal=False), "mixer 'mamba2' has no bidirectional form: allowed causal=True"),
     ],
 )
 def test_wrong_options_are_named(name, options, message):

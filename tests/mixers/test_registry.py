@@ -113,6 +113,13 @@ def test_wrong_mixers_are_named(name, options, message):
         registry.build(name, 64, **options)
 
 
+@pytest.mark.parametrize("name", [name for name in registry.names() if "causal" not in registry.options(name)])
+def test_a_mixer_without_a_bidirectional_form_says_so(name):
+    with pytest.raises(ValueError, match=rf"mixer '{name}' has no bidirectional form: .* got causal=False"):
+        registry.build(name, 64, causal=False)
+    assert type(registry.build(name, 64, causal=True)) is registry.get(name)
+
+
 def test_default_heads():
     assert [head_count(d, None) for d in (64, 128, 96, 768, 100, 8)] == [1, 2, 1, 12, 1, 1]
     assert registry.build("gqa", 768).n_kv_heads == 3
