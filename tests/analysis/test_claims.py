@@ -72,9 +72,9 @@ def test_equal_cells_are_told_apart_in_at_most_five_percent_of_reports(cells, ta
 
 
 def test_equal_cells_near_the_bound_of_accuracy_are_rarely_told_apart():
-    # 4096 answers a run, nearly all right: the values are few, and seeds often agree to the last digit.
+    # 4096 answers a run, nearly all right: the values are few, and two seeds often agree to the last digit.
     random, reports = np.random.default_rng(0), 60
-    values = random.binomial(4096, 0.9998, size=(reports, 3, 3)) / 4096
+    values = random.binomial(4096, 0.9998, size=(reports, 2, 2)) / 4096
     assert sum(compare(runs_of(own), resolution=0.001)["apart"].any() for own in values) <= 0.05 * reports
 
 
@@ -121,6 +121,13 @@ def test_a_whole_report_on_equal_cells_claims_something_at_most_five_percent_of_
     random, reports = np.random.default_rng(1), 25
     claims = sum(any(claimed(records_of(random.normal(3.0, 0.1, size=(2, 3, 3))))) for _ in range(reports))
     assert claims <= most(0.05, reports)
+
+
+def test_the_tests_of_all_tasks_are_corrected_together():
+    values = np.array([[[1.0, 1.1, 1.2], [2.0, 2.3, 2.2], [2.5, 2.3, 2.9]]])
+    (alone,), both = by_task(records_of(values)), by_task(records_of(values.repeat(2, axis=0)))
+    for about in both:
+        assert about.pairs["adjusted"].tolist() == pytest.approx(np.minimum(1, 2 * alone.pairs["adjusted"]).tolist())
 
 
 def test_a_whole_report_finds_what_differs():
