@@ -291,7 +291,8 @@ def plan(tree: Mapping[str, Any]) -> Plan:
     optimizer = _build("optimizer", settings.optimizer, optim.get)
     trainer = call(Trainer, settings.trainer, "trainer")
     evaluation = call(extrapolation.Evaluation, settings.evaluate, "evaluate")
-    with torch.device("meta"):
+    # What the mixers have to say was said with the skeleton.
+    with torch.device("meta"), matching.quiet():
         scalings = evaluation.fitting(settings.model, skeleton, lambda options: _model(options, task), task.length)
     search = call(tuning.Search, settings.tune, "tune")
     search.refuse(settings.seed)

@@ -99,7 +99,7 @@ def solve(budget: Budget, model: dict[str, Any], build: Build, length: int) -> t
         return model, None
     knob = _knob(budget.knob, model)
     try:
-        with _quiet():
+        with quiet():
             target = budget.target
             if isinstance(target, str):
                 reference = build(_stack(target.removeprefix("stack:"), budget.command))
@@ -204,7 +204,7 @@ OmegaConf.register_new_resolver("command", _command, replace=True)
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Mixers speak once, when the solved model is built, and not at every value tried."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
