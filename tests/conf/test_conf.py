@@ -133,6 +133,14 @@ def test_every_cell_of_an_experiment_is_a_run_of_its_own(experiment):
     assert {plan.settings.sweep for plan in plans} == {experiment}
 
 
+def test_the_stacks_of_hybrid_ratio_have_the_same_parameters():
+    for task in ("mqar", "text"):
+        cells = [cell for cell in sweep("hybrid_ratio") if f"+hybrid_ratio={task}" in cell and "seed=0" in cell]
+        plans = [config.plan(cli.composed("train", ["+experiment=hybrid_ratio", *cell])) for cell in cells]
+        sizes = {sum(parameter.numel() for parameter in plan.skeleton.parameters()) for plan in plans}
+        assert len(plans) == 5 and len(sizes) == 1
+
+
 def test_the_quickstart_is_the_grid_of_six_stacks_and_three_seeds():
     labels = {"mha", "based", "linear", "window", "mha + linear", "mha + window"}
     cells = [dict(override.split("=") for override in cell) for cell in sweep("quickstart")]
