@@ -74,13 +74,13 @@ class Slurm(CellLauncher):
 def find_slurm() -> None:
     """Raises ValueError where there is no Slurm to send jobs to, or nothing to send them with."""
     asked = "hydra/launcher=submitit_slurm"
+    other = "hydra/launcher=joblib runs the grid on this machine"
+    if shutil.which("sbatch") is None:
+        raise ValueError(f"{asked}: there is no Slurm on this machine (no command sbatch); {other}")
     try:
         import submitit  # noqa: F401
     except ImportError:
         raise ValueError(f"{asked} needs the extra slurm: pip install 'mixerlab[slurm]'") from None
-    other = "hydra/launcher=joblib runs the grid on this machine"
-    if shutil.which("sbatch") is None:
-        raise ValueError(f"{asked}: there is no Slurm on this machine (no command sbatch); {other}")
     code, said = _ask("sinfo", "--noheader")
     if code:
         raise ValueError(f"{asked}: Slurm does not answer ({said}); {other}")

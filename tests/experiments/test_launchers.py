@@ -132,6 +132,7 @@ def test_what_cannot_run_is_one_message_before_anything_starts(command_line, tmp
 
 def test_slurm_without_its_extra_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "submitit", None)
+    monkeypatch.setattr(slurm.shutil, "which", lambda name: f"/usr/bin/{name}")
     with pytest.raises(ValueError, match=r"pip install 'mixerlab\[slurm\]'"):
         slurm.find_slurm()
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import reduce
 
 import pytest
 from mlflow.exceptions import MlflowException
@@ -63,7 +64,8 @@ def test_unknown_names_are_refused_and_the_nearest_is_named(name, nearest):
 
 
 def examples() -> list[str]:
-    return [entry.pattern.replace("<suite>", "kv4").replace("<length>", "64") for entry in METRICS]
+    parts = {"<suite>": "kv4", "<length>": "64", "<scaling>": "yarn"}
+    return [reduce(lambda name, part: name.replace(*part), parts.items(), entry.pattern) for entry in METRICS]
 
 
 def test_a_name_means_one_thing():

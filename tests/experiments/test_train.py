@@ -100,7 +100,8 @@ def test_one_failing_cell_leaves_the_others_alone(command_line, tmp_path, new_da
     run = MlflowClient(f"sqlite:///{tmp_path}/runs/mlflow.db").get_run(status.mlflow_run_id)
     assert (run.info.status, run.data.tags["reason"]) == ("FAILED", status.reason)
     assert (run.data.params["stack"], run.data.params["seed"]) == ("mha", "0")
-    *rows, counts = out.split("\n\n")[-1].strip().splitlines()
+    *rows, counts, compare, served = out.split("\n\n")[-1].strip().splitlines()
+    assert compare.startswith("compare: ") and served.endswith("python -m experiments.ui")
     assert counts == "2 finished, 0 skipped, 1 failed, 0 diverged"
     assert [row.split()[3] for row in rows] == ["status", "finished", "failed", "finished"]
     assert "n_heads=3" in rows[2] and f"{failed.relative_to(tmp_path)}/log.txt" in rows[2]
