@@ -91,7 +91,7 @@ def _check_place(grid: Grid, records: Path) -> None:
     """Raises ValueError for a folder in which nobody would look for a grid."""
     place = records / ".grids"
     if grid.folder.parent != place:
-        raise ValueError(f"hydra.sweep.dir={grid.folder} must be a folder in {place}; runs=FOLDER chooses another place")
+        raise ValueError(f"hydra.sweep.dir={grid.folder} must be a folder in {place}; runs=FOLDER chooses another")
 
 
 def _jobs(hydra: DictConfig) -> list[list[str]]:
