@@ -41,7 +41,8 @@ class Foreman(Callback):
         try:
             search = call(Search, OmegaConf.to_container(config.tune, resolve=True), "tune")
             grid = describe(config, search)
-            check(search, grid.jobs)
+            check(search, grid.jobs, config.seed)
+            _check_place(grid, Path(config.runs))
             grids.begin(grid)
         except ValueError as error:
             raise Refused(str(error)) from None
@@ -65,22 +66,32 @@ def describe(config: DictConfig, search: Search) -> Grid:
                 Process.this(), jobs, search.runs * len(cells), slurm)  # fmt: skip
 
 
-def check(search: Search, jobs: Sequence[Sequence[str]]) -> None:
+def check(search: Search, jobs: Sequence[Sequence[str]], seed: Any) -> None:
     """What one job cannot see of the others.
 
+    Args:
+        seed: of jobs that do not say theirs.
     Raises:
-        ValueError: options of tuning differ between jobs; a seed of tuning is one of the results.
+        ValueError: options of tuning, or the folder of runs, differ between jobs; a seed of tuning is one of the
+            results.
     """
     words = [dict(word.lstrip("+").partition("=")[::2] for word in job) for job in jobs]
-    for name in {name for job in words for name in job if name.partition(".")[0] == "tune"}:
+    for name in {name for job in words for name in job if name.partition(".")[0] in ("tune", "runs")}:
         values = {job.get(name) for job in words}
         if len(values) > 1:
             raise ValueError(f"{name} must be the same for the whole grid, not {', '.join(sorted(map(str, values)))}")
     for job in words:
         if search.method and "optimizer.lr" in job:
             raise ValueError(f"optimizer.lr={job['optimizer.lr']} is what tune chooses: leave one of them out")
-        if job.get("seed", "").isdecimal():
-            search.refuse(int(job["seed"]))
+        if str(job.get("seed", seed)).isdecimal():
+            search.refuse(int(job.get("seed", seed)))
+
+
+def _check_place(grid: Grid, records: Path) -> None:
+    """Raises ValueError for a folder in which nobody would look for a grid."""
+    place = records / ".grids"
+    if grid.folder.parent != place:
+        raise ValueError(f"hydra.sweep.dir={grid.folder} must be a folder in {place}; runs=FOLDER chooses another")
 
 
 def _jobs(hydra: DictConfig) -> list[list[str]]:

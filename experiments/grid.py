@@ -181,9 +181,10 @@ def _retry(grid: Grid) -> int:
     # Hydra takes a while to import.
     from experiments import train
 
+    place = [f"runs={grid.runs.resolve()}"] if grids.moved(grid) else []
     os.chdir(grid.cwd)
     os.environ.update({name: value for name, value in grid.variables.items() if name not in os.environ})
-    sys.argv = ["experiments.train", *grid.arguments]
+    sys.argv = ["experiments.train", *grid.arguments, *place]
     return train.main()
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -64,8 +65,8 @@ class Grid:
 
     def control(self, verb: str) -> str:
         """The command that does something with this grid."""
-        place = "" if self.runs == Path("runs") else f" runs={self.runs}"
-        return f"python -m experiments.grid {verb} {self.name}{place}"
+        place = [] if self.runs == Path("runs") else [f"runs={self.runs}"]
+        return shlex.join(["python", "-m", "experiments.grid", verb, self.name, *place])
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,12 @@ def read(folder: Path) -> Grid:
         return Grid(**about | {"folder": folder, "process": Process(**about["process"])})
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{folder}/grid.json cannot be read: {error}") from None
+
+
+def moved(grid: Grid) -> bool:
+    """Is the grid elsewhere than its command would put it?"""
+    begun_in = json.loads((grid.folder / "grid.json").read_text())["folder"]
+    return (Path(grid.cwd) / begun_in).resolve() != grid.folder.resolve()
 
 
 def find(runs: Path, name: str | None) -> Grid:

@@ -24,7 +24,7 @@ from hydra.plugins.launcher import Launcher
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from experiments import grids, runs
-from experiments.outcomes import Grid
+from experiments.outcomes import Grid, outcomes
 from experiments.signals import Terminated, on_terminate
 from experiments.tasks.base import at_least
 
@@ -64,7 +64,8 @@ class Cell:
         words = list(config.hydra.overrides.task)
         with open_dict(config):
             folder = Path(config.pop("hydra").sweep.dir)
-        if grids.cancelled(folder):
+        # A process may die, or seem to have died, after the cell's end.
+        if grids.cancelled(folder) or any(outcome.job == self.number for outcome in outcomes(folder)):
             return
         tree = OmegaConf.to_container(config)
         outcome = runs.lost(tree, runs.command(words), reason, overrides=words)
@@ -162,6 +163,14 @@ class Worker:
         self.pool: Any = None
 
     def start(self, cell: Cell) -> Future:
+        try:
+            return self._submit(cell)
+        except BrokenExecutor:
+            # Killed while it had nothing to do.
+            self.close()
+            return self._submit(cell)
+
+    def _submit(self, cell: Cell) -> Future:
         from joblib.externals.loky import ProcessPoolExecutor
 
         if self.pool is None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
@@ -50,8 +53,13 @@ class Grid(Callback):
     @staticmethod
     def add(folder: Path, outcome: Outcome, kind: str = "outcomes") -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"{kind}.jsonl").open("a") as file:
-            file.write(json.dumps(asdict(outcome)) + "\n")
+        # On a network's disk, what two processes append at once can be lost.
+        with FileLock(folder / f".{kind}.lock"), (folder / f"{kind}.jsonl").open("ab+") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(size - 1, 0))
+            # Whoever died over its line must not spoil the next one.
+            start = "" if file.read() in (b"", b"\n") else "\n"
+            file.write(f"{start}{json.dumps(asdict(outcome))}\n".encode())
 
     @classmethod
     def outcomes(cls) -> list[Outcome] | None:
@@ -60,9 +68,15 @@ class Grid(Callback):
 
 
 def outcomes(folder: Path, kind: str = "outcomes") -> list[Outcome]:
-    """How the jobs of the grid in a folder ended so far; of the kind `trials`, how those of its tuning did."""
-    file = folder / f"{kind}.jsonl"
-    return [Outcome(**json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
+    """How the jobs of the grid in a folder ended so far; of the kind `trials`, how those of its tuning did.
+
+    A line that is not all there is left out: its process writes it, or died over it.
+    """
+    file, found = folder / f"{kind}.jsonl", []
+    for line in file.read_text().splitlines() if file.exists() else []:
+        with suppress(ValueError):
+            found.append(Outcome(**json.loads(line)))
+    return found
 
 
 def table(outcomes: Sequence[Outcome]) -> str:

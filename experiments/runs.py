@@ -111,10 +111,12 @@ def _plan(tree: Mapping[str, Any], overrides: Sequence[str]) -> config.Plan:
 
 def _tuned(plan: config.Plan, overrides: Sequence[str], grid: Path | None) -> config.Plan:
     """The plan at the best learning rate of its cell, after the trials that are not there yet."""
+    if any(re.match(r"\+*optimizer\.lr=", word) for word in overrides):
+        raise ValueError("optimizer.lr is what tune chooses: leave one of them out")
     since = grids.read(grid).started if grid else time.time()
     noted = {outcome.folder for outcome in outcomes(grid, "trials")} if grid else set()
     # Options of which a trial has other values.
-    words = [word for word in overrides if not re.match(r"\+*(seed|optimizer\.lr|tune(\.\w+)?)=", word)]
+    words = [word for word in overrides if not re.match(r"\+*(seed|tune(\.\w+)?)=", word)]
 
     def note(outcome: Outcome) -> None:
         if grid and outcome.folder not in noted:

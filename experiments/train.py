@@ -48,6 +48,9 @@ def _cell(composed: DictConfig, grid: Path, number: int) -> None:
         print(foreman.opening(grid), flush=True)
     begun = grids.start(grid, number)
     try:
+        # Whoever cancels looks for started jobs first: this one may have come too late for it.
+        if grids.cancelled(grid):
+            return
         outcome = _execute(composed, grid)
     except Terminated:
         # In a process of a launcher's, an exception would be recorded as a failure.

@@ -59,6 +59,8 @@ class Search:
             at_least("tune.trials", self.trials, 2)
             _check("low", self.low, 0 < self.low < self.high, f"above 0 and below tune.high={self.high:g}")
         _check("seeds", self.seeds, 0 < len(set(self.seeds)) == len(self.seeds), "one seed or more, each once")
+        for seed in self.seeds:
+            at_least("tune.seeds", seed, 0)
         _check("monitor", self.monitor, self.monitor.startswith("val/"), "a metric of validation, such as val/loss")
         direction(self.monitor)
 

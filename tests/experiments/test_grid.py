@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from rich.console import Console
 from experiments import checkpoints, grid, grids, progress, record, slurm_queue
 from experiments.grids import Grid, Started
 from experiments.outcomes import Grid as Ended
-from experiments.outcomes import Outcome
+from experiments.outcomes import Outcome, outcomes
 from experiments.processes import Process, _began
 
 ROOT = Path(__file__).parents[2]
@@ -234,6 +235,41 @@ def test_a_retry_is_the_same_command_and_makes_what_is_missing(command_line, com
     code, out, _ = command("retry", "two")
     assert code == 0 and "1 finished, 1 skipped" in out and "mha seed 1: FINISHED" in out
     assert command("status", "two")[1].startswith("two: 2 of 2 done")
+
+
+def test_a_grid_whose_folder_was_moved_goes_on_where_it_is(command_line, command, tmp_path):
+    command_line("mlflow=false", "-m", "seed=0,1", "sweep=two words")
+    (tmp_path / "runs").rename(tmp_path / "new")
+    code, out, _ = command("retry", "two words", "runs=new")
+    assert code == 0 and "0 finished, 2 skipped" in out and not (tmp_path / "runs").exists()
+    assert f"python -m experiments.grid status 'two words' runs={tmp_path}/new" in out
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (("hydra.sweep.dir=runs/x",), "hydra.sweep.dir=runs/x must be a folder in runs/.grids; runs=FOLDER chooses"),
+    (("runs=x,y",), "runs must be the same for the whole grid, not x, y"),
+])  # fmt: skip
+def test_a_grid_that_nobody_would_find_does_not_start(command_line, tmp_path, words, message):
+    code, out, err = command_line("mlflow=false", "-m", *words)
+    assert (code, out) == (2, "") and message in err and len(err.splitlines()) == 1
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_the_line_of_a_process_that_died_over_it_costs_no_other(make):
+    mine = make()
+    ends(mine, 0, "finished")
+    with (mine.folder / "outcomes.jsonl").open("a") as file:
+        file.write('{"label": "mh')
+    assert states(mine)[0] == "finished" and len(outcomes(mine.folder)) == 1
+    ends(mine, 1, "failed")
+    assert states(mine)[:2] == ["finished", "failed"] and len(outcomes(mine.folder)) == 2
+
+
+def test_jobs_that_end_at_once_are_all_on_record(make):
+    mine = make()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda job: ends(mine, job, "finished"), range(40)))
+    assert sorted(outcome.job for outcome in outcomes(mine.folder)) == list(range(40))
 
 
 @pytest.mark.slow

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from concurrent.futures import BrokenExecutor
 from pathlib import Path
 
 import pytest
 from mlflow.tracking import MlflowClient
 
 from experiments import slurm
-from experiments.launchers import Joblib, shares
+from experiments.launchers import Joblib, Worker, shares
 from experiments.record import Description, read_status
 from experiments.runs import lost
 from experiments.tracking import Tracker
@@ -72,6 +74,19 @@ def test_a_killed_worker_is_a_failed_run_and_harms_no_other(tmp_path):
     assert "broken in LokyProcess" in read_status(found["broken"]).reason
     assert read_status(found["mine"]).status == "FINISHED"
     assert json.loads((found["mine"] / "environment.json").read_text())["threads"] == 1
+
+
+def test_a_worker_that_was_killed_while_idle_is_replaced():
+    worker = Worker({})
+    try:
+        assert worker.start(os.getpid).result() == worker.process.result()
+        os.kill(worker.process.result(), signal.SIGKILL)
+        with pytest.raises(BrokenExecutor):
+            while True:
+                worker.pool.submit(os.getpid).result()
+        assert worker.start(os.getpid).result() == worker.process.result()
+    finally:
+        worker.close()
 
 
 def test_a_run_that_died_without_a_word_is_failed_in_its_record_and_in_mlflow(plan_of, tmp_path, new_database):

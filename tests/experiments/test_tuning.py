@@ -269,6 +269,8 @@ def test_a_grid_that_is_killed_in_its_tuning_goes_on_there(command_line, tmp_pat
 
 @pytest.mark.parametrize(("words", "message"), [
     (("seed=0,7",), r"error: tune.seeds=[7] must hold no seed of the results: seed=7 is one"),
+    (("stack=mha,linear", "tune.seeds=[0]"), "error: tune.seeds=[0] must hold no seed of the results: seed=0 is one"),
+    (("tune.seeds=[-5]",), "error: tune.seeds=-5 must be a whole number of at least 0"),
     (("optimizer.lr=1e-3,1e-2",), "error: optimizer.lr=0.001 is what tune chooses: leave one of them out"),
     (("tune.monitor=val/loss,val/accuracy",), "error: tune.monitor must be the same for the whole grid"),
     (("tune.values=[1]",), "error: tune.values=[1] must be two different rates or more"),
@@ -282,6 +284,11 @@ def test_a_grid_that_cannot_be_tuned_fairly_does_not_start(command_line, tmp_pat
 def test_a_seed_of_the_results_cannot_be_one_of_tuning_in_a_run_alone(command_line):
     code, _, err = command_line("mlflow=false", "seed=7", "tune=lr", "tune.seeds=[7]")
     assert code == 2 and "tune.seeds=[7] must hold no seed of the results: seed=7 is one" in err
+
+
+def test_a_rate_is_not_both_given_and_tuned_in_a_run_alone(command_line):
+    code, _, err = command_line("mlflow=false", "tune=lr", "optimizer.lr=1e-3")
+    assert code == 2 and err == "error: optimizer.lr is what tune chooses: leave one of them out\n"
 
 
 def test_a_metric_that_the_task_has_not_is_named(command_line):
