@@ -21,7 +21,7 @@ class Report(Callback):
             return
         # Another program: what takes seconds to import is not imported where runs are trained, and its trouble stays
         # with it.
-        command = [sys.executable, "-m", "analysis.report", "--runs", str(config.runs), "--sweep", str(config.sweep)]
+        command = [sys.executable, "-m", "analysis.report", f"--runs={config.runs}", f"--sweep={config.sweep}"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
         except (OSError, subprocess.TimeoutExpired) as error:

@@ -91,7 +91,19 @@ class Comparison:
             return {}
         points = {cell: tuple(self.summary.at[cell, name] for name in (cost, self.quality[0])) for cell in self.cells}
         known = {cell: (c.mean, q.mean) for cell, (c, q) in points.items() if c.n and q.n and c.mean > 0}
-        return standings(known, direction(self.quality[0]), self.same)
+        return standings(known, direction(self.quality[0]), self._open)
+
+    @property
+    def _open(self) -> dict[str, list[str]]:
+        """`same`, and pairs that are told apart over common seeds, but not the way round of the means over all."""
+        found = {cell: list(others) for cell, others in self.same.items()}
+        sign = 1 if direction(self.quality[0]) == "higher" else -1
+        for row in self.pairs.itertuples():
+            # The left one is the better by its mean.
+            if row.apart and sign * row.mean < 0:
+                found[row.left].append(row.right)
+                found[row.right].append(row.left)
+        return found
 
     @cached_property
     def groups(self) -> dict[str, str]:
@@ -159,13 +171,14 @@ class Comparison:
         learning = [f"{cell} was still learning at this budget: {text}." for cell, text in self.learning.items()]
         if len(learning) > MOST_SENTENCES:
             learning = [f"{len(learning)} cells were still learning at this budget: {_listed(list(self.learning))}."]
-        return [*self._ranking(), *learning, *tuning.told(self.counted)]
+        return [*self._ranking(), *self._elsewhere(), *learning, *tuning.told(self.counted)]
 
     def _ranking(self) -> Iterable[str]:
         name, best = self.quality[0], self.cells[0]
         about, found = metric(name), self.summary.at[best, name]
         extreme = "lowest" if about.better == "lower" else "highest"
-        yield f"{_capital(about.title)}: {best} has the {extreme} mean, {tables.show(name, found)} (n = {found.n})."
+        title = _capital(about.title) + tables.spelled(name, self.counted.metrics)
+        yield f"{title}: {best} has the {extreme} mean, {tables.show(name, found)} (n = {found.n})."
         others = [cell for cell in self.cells[1:] if self.summary.at[cell, name].n]
         same = [cell for cell in others if cell in self.same[best]]
         apart = [cell for cell in others if cell not in same]
@@ -178,6 +191,18 @@ class Comparison:
             yield f"Among the rest, these cannot be told apart: {'; '.join(alike)}."
         elif alike:
             yield f"Among the rest, {len(alike)} pairs cannot be told apart."
+
+    def _elsewhere(self) -> Iterable[str]:
+        """Who leads in the last of the test suites, the hardest or longest, where that is another cell."""
+        name = self.quality[-1]
+        means = {cell: self.summary.at[cell, name].mean for cell in self.cells if self.summary.at[cell, name].n}
+        if not means:
+            return
+        lead = (max if direction(name) == "higher" else min)(means, key=means.__getitem__)
+        # Such as one cell under several RoPE scalings: a tie has no leader.
+        if means[lead] != means.get(self.cells[0]):
+            found = tables.show(name, self.summary.at[lead, name])
+            yield f"{_capital(metric(name).title)}: there {lead} has the best mean, {found}; that is not tested."
 
     @property
     def warnings(self) -> list[str]:
@@ -197,15 +222,19 @@ class Comparison:
             found.append("One seed a cell: there is no interval, and no two means can be told apart.")
         elif len(set(self.sizes.values())) > 1:
             found.append("The cells have different numbers of seeds; two are compared over the seeds that both have.")
-        for name in [*self.quality, *self.costs]:
-            lacking = self.counted.values(name).isna().sum()
-            if lacking:
-                found.append(
-                    f"{_capital(metric(name).title)} was not recorded by {lacking} of {len(runs)} finished runs."
-                )
+        found += self._lacking()
         if self.cells and not self.costs:
             found.append("No finished run recorded what it costs (complexity/...).")
         return [*found, *tuning.warnings(self.counted)]
+
+    def _lacking(self) -> Iterable[str]:
+        """What was not recorded by how many runs, one sentence a number of runs."""
+        lacking: dict[int, list[str]] = {}
+        for name in [*self.quality, *self.costs]:
+            lacking.setdefault(int(self.counted.values(name).isna().sum()), []).append(metric(name).title)
+        for count, titles in lacking.items():
+            if count:
+                yield f"Not recorded by {count} of {len(self.counted.runs)} finished runs: {_listed(titles)}."
 
 
 def _gained(name: str, curve: pd.DataFrame, goal: float) -> str | None:

@@ -150,11 +150,16 @@ def _tradeoffs(about: Comparison, styles: Mapping[str, Style]) -> Iterator[Pictu
     best = about.quality[0]
     for start in DRAWN_COSTS:
         for cost in (cost for cost in about.costs if cost.startswith(start)):
-            # A cost that all cells share decides nothing.
-            if len({about.summary.at[cell, cost].mean for cell in about.cells}) > 1 or len(about.cells) == 1:
+            if _decides(about, cost):
                 yield _tradeoff(about, best, cost, styles)
     for name, cost in about.reads.items():
-        yield _tradeoff(about, name, cost, styles)
+        if _decides(about, cost):
+            yield _tradeoff(about, name, cost, styles)
+
+
+def _decides(about: Comparison, cost: str) -> bool:
+    """A cost that all cells share decides nothing."""
+    return len({about.summary.at[cell, cost].mean for cell in about.cells}) > 1 or len(about.cells) == 1
 
 
 def _tradeoff(about: Comparison, name: str, cost: str, styles: Mapping[str, Style]) -> Picture:

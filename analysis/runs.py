@@ -29,6 +29,9 @@ _FACTS = (
 )  # fmt: skip
 _PARAMS = ("stack", "layout", "task", "seed")
 _POINT = ("metric", "step", "tokens", "value")
+# Of status.json: what is used as text. Of tuning.json: without one of these there is nothing to tell.
+_TEXTS = ("status", "reason", "sweep", "started", "command")
+_TUNING = {"lr", "edge", "monitor", "seeds", "scores", "runs", "tokens", "flops", "seconds"}
 
 
 @dataclass(frozen=True)
@@ -143,10 +146,13 @@ class _Record:
 
 def _read(path: Path) -> _Record:
     status, status_fault = _mapping(path / "status.json")
+    status, types_fault = _typed(status)
     params, params_fault = _mapping(path / "params.json")
     environment, environment_fault = _mapping(path / "environment.json")
-    points, points_faults = _points(path / "metrics.jsonl")
-    tuning, tuning_fault = _mapping(path / "tuning.json") if (path / "tuning.json").exists() else ({}, None)
+    logged, points_faults = _points(path / "metrics.jsonl")
+    # A run that was killed and resumed from a checkpoint logs some points twice: the later one led to the result.
+    points = logged[logged["value"].abs() < math.inf].drop_duplicates(["metric", "tokens"], keep="last")
+    tuning, tuning_fault = _tuning(path / "tuning.json")
     # Without params nobody knows which cell the run belongs to, whatever its status.
     unusable = status_fault or params_fault
     facts = {
@@ -156,11 +162,12 @@ def _read(path: Path) -> _Record:
         "status": UNKNOWN if unusable else str(status.get("status") or UNKNOWN),
         "reason": unusable or status.get("reason"),
         "sweeps": tuple(map(str, status.get("sweeps") or filter(None, [status.get("sweep")]))),
-        "last_step": points["step"].max(),
-        "last_tokens": points["tokens"].max(),
+        "last_step": logged["step"].max(),
+        "last_tokens": logged["tokens"].max(),
         "tuning": tuning or None,
     }
-    faults = [fault for fault in (status_fault, params_fault, environment_fault, tuning_fault, *points_faults) if fault]
+    found = (status_fault, types_fault, params_fault, environment_fault, tuning_fault, *points_faults)
+    faults = [fault for fault in found if fault]
     known = {
         name: _plain(v) for name, v in params.items() if name not in _FACTS and not (name in _PARAMS and v is None)
     }
@@ -178,8 +185,25 @@ def _mapping(path: Path) -> tuple[dict[str, Any], str | None]:
     return (content, None) if isinstance(content, dict) else ({}, f"{path.name} holds no mapping")
 
 
+def _typed(status: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
+    """A status without the entries that are not of their type, and which they were."""
+    types = dict.fromkeys(_TEXTS, str) | {"sweeps": list}
+    wrong = [name for name, kind in types.items() if not isinstance(status.get(name), kind | None)]
+    fault = f"status.json has no sense in {', '.join(wrong)}: left out" if wrong else None
+    return {name: value for name, value in status.items() if name not in wrong}, fault
+
+
+def _tuning(path: Path) -> tuple[dict[str, Any], str | None]:
+    """How the learning rate was chosen, and what is wrong with the file; it is there only where it was."""
+    if not path.exists():
+        return {}, None
+    tuning, fault = _mapping(path)
+    lacking = ", ".join(sorted(_TUNING - tuning.keys()))
+    return ({}, fault or f"{path.name} lacks {lacking}: left out") if lacking else (tuning, fault)
+
+
 def _points(path: Path) -> tuple[pd.DataFrame, list[str]]:
-    """[metric, step, tokens, value] in the order of logging, and what is wrong with the file."""
+    """[metric, step, tokens, value] in the order of logging, finite or not, and what is wrong with the file."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -193,13 +217,10 @@ def _points(path: Path) -> tuple[pd.DataFrame, list[str]]:
             broken.append(str(number))
     points = pd.DataFrame(rows, columns=_POINT)
     faults = [f"{path.name} is broken in line {', '.join(broken)} of {len(lines)}: left out"] if broken else []
-    finite = points["value"].abs() < math.inf
-    faults += [
-        f"{metric} is not finite in {n} places: left out"
-        for metric, n in points[~finite].groupby("metric").size().items()
-    ]
-    # A run that was killed and resumed from a checkpoint logs some points twice: the later one led to the result.
-    return points[finite].drop_duplicates(["metric", "tokens"], keep="last"), faults
+    infinite = points[~(points["value"].abs() < math.inf)]
+    counts = infinite.groupby("metric").size()
+    faults += [f"{metric} is not finite in {n} places: left out" for metric, n in counts.items()]
+    return points, faults
 
 
 def _values(line: str) -> Iterator[tuple[str, int, int, float]]:

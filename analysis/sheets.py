@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from analysis import tables, tuning
 from analysis.comparison import Comparison
-from experiments.metrics import format_value, metric
+from experiments.metrics import direction, format_value, metric
 
 # All pairs of more cells than this are in the JSON alone.
 MOST_PAIRED = 12
@@ -58,7 +58,9 @@ def to_best(about: Comparison) -> Sheet:
     head = ["Cell", f"Difference to {best}", "Common seeds", "p, corrected", "Verdict"]
     rows = []
     for row in about.to_best.itertuples():
-        verdict = f"{best} is better" if row.apart else "not distinguishable"
+        # By the common seeds alone, where a cell may be better that is not so by the means over all of its own.
+        winner = best if (row.mean < 0) == (direction(about.quality[0]) == "higher") else row.cell
+        verdict = f"{winner} is better" if row.apart else "not distinguishable"
         rows.append([row.cell, _difference(about, row), str(row.n), _p(row.adjusted), verdict])
     return Sheet([Column(title, number=title not in ("Cell", "Verdict")) for title in head], rows)
 
@@ -80,7 +82,8 @@ def pairs(about: Comparison) -> Sheet:
 def _difference(about: Comparison, row: object) -> str:
     """ "-0.052 ± 0.027" in the unit of the deciding metric."""
     mean, half = row.mean, row.half  # type: ignore[attr-defined]
-    text = f"{mean:+.3f}" if abs(mean) < 1000 else f"{mean:+,.0f}"
+    # Rounding leaves a sign to what is 0.
+    text = f"{round(mean, 3) + 0.0:+.3f}" if abs(mean) < 1000 else f"{mean:+,.0f}"
     return text if math.isnan(half) else f"{text} ± {format_value(about.quality[0], half)}"
 
 
@@ -161,7 +164,8 @@ def markdown(sheet: Sheet) -> str:
 
 
 def plain(text: str) -> str:
-    """Names come from users: no bar ends a cell and no markup begins."""
+    """Names come from users: no bar or new line ends a cell and no markup begins."""
+    text = text.replace("\n", " ")
     for character in "\\|<*_`[":
         text = text.replace(character, f"\\{character}" if character != "<" else "&lt;")
     return text

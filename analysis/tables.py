@@ -38,13 +38,19 @@ def difficulties(metrics: Iterable[str]) -> dict[int, str]:
     return dict(sorted(found.items()))
 
 
+def spelled(name: str, metrics: Iterable[str]) -> str:
+    """What the number in the name of a suite counts: " (16 key-value pairs to remember)"; empty where it has none."""
+    return next((f" ({n} {AXES[axis(metrics)]})" for n, one in difficulties(metrics).items() if one == name), "")
+
+
 def trained(records: Records) -> list[int]:
     """The difficulties that some run trained on; empty where that is not recorded."""
     word = axis(records.metrics)
     option = f"task.{word}"
     given = records.runs[option].dropna() if option in records.runs else []
     scale = 100 if word == "noise" else 1
-    return sorted({round(scale * float(number)) for text in given for number in re.findall(r"[\d.]+", str(text))})
+    numbers = [number for text in given for number in re.findall(r"\d+(?:\.\d+)?", str(text))]
+    return sorted({round(scale * float(number)) for number in numbers})
 
 
 def quality(records: Records) -> list[str]:

@@ -22,6 +22,8 @@ from mixers import registry
 from mixers.rope_scaling import KINDS
 
 Options = Mapping[str, Any]
+# In reports (analysis.extrapolation), beside the scalings.
+AS_TRAINED = "none"
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class Evaluation:
         for name, scaling in (self.rope_scaling or {}).items():
             if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
                 raise ValueError(f"rope_scaling: the name {name!r} must be of letters, digits, _ and -")
+            if name == AS_TRAINED:
+                raise ValueError(f"rope_scaling: {name!r} names the model as it was trained, which is tested anyway")
             if not isinstance(scaling, Mapping):
                 raise ValueError(f"rope_scaling.{name}={scaling!r} must be a mapping such as {{rope_type: yarn}}")
 
@@ -75,9 +79,10 @@ def scaled(options: Options, model: LanguageModel, scaling: Options) -> dict[str
 
 def filled(scaling: Options, length: int, trained: int) -> dict[str, Any]:
     """A scaling with what it leaves out, for rows of `length` tokens after training on rows of `trained`."""
-    kind = KINDS.get(scaling.get("rope_type", ""))
-    if kind is None:
+    named = scaling.get("rope_type")
+    if not isinstance(named, str) or named not in KINDS:
         return dict(scaling)
+    kind = KINDS[named]
     from_lengths = {"original_max_position_embeddings": trained}
     if not kind.by_length:
         from_lengths["factor"] = max(length / trained, 1.0)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -49,6 +50,7 @@ def main() -> int:
         if uri.startswith(("http://", "https://")):
             _open(_print(found))
         else:
+            _check_free(port)
             here = [(name, link.replace(f":{PORT}/", f":{port}/", 1)) for name, link in found]
             code = _serve(uri, port, _print(here))
 
@@ -75,6 +77,17 @@ def _options(words: list[str]) -> tuple[str, int]:
     if not exists(uri):
         raise cli.UsageError(f"runs={chosen['runs']!r} has no runs in MLflow yet: make quickstart")
     return uri, int(port)
+
+
+def _check_free(port: int) -> None:
+    """Another server there would be opened in place of this one.
+
+    Raises:
+        UsageError: something listens on the port.
+    """
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", port)) == 0:
+            raise cli.UsageError(f"port={port} is taken by another program: end it, or give another port")
 
 
 def _print(found: list[tuple[str, str]]) -> str:

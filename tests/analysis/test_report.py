@@ -8,6 +8,7 @@ import pytest
 
 from analysis import report, sheets
 from analysis.comparison import by_task
+from analysis.pareto import Standing
 from analysis.report import build, figures, headline, main
 from analysis.runs import load, only, select
 
@@ -168,7 +169,7 @@ def test_runs_of_an_older_version_are_reported_with_what_they_lack(write, runs):
     write("linear", 0, costs={}, accuracy={16: 0.5})
     write("linear", 1, costs={}, accuracy={})
     said = text(runs)
-    assert "was not recorded by 2 of 4 finished runs" in said and "(n = 1)" in said
+    assert "Not recorded by 2 of 4 finished runs: " in said and "(n = 1)" in said
 
 
 def test_finished_runs_without_any_quality_are_reported(write, runs):
@@ -270,6 +271,34 @@ def test_without_runs_the_report_is_built_and_says_why(write, tmp_path, capsys, 
         assert json.loads(out)["results"] == []
     if kind == "csv":
         assert out == "task,cell,metric,unit,better,mean,half,n,seeds,group,deciding\n"
+
+
+def test_who_leads_where_it_is_hardest_is_said_where_that_is_another(write, runs):
+    for seed in range(2):
+        write("mha", seed, accuracy={4: 1.0, 16: 0.9, 32: 0.1})
+        write("linear", seed, accuracy={4: 1.0, 16: 0.8, 32: 0.5})
+    said = text(runs)
+    assert "Test accuracy on kv16 (16 key-value pairs to remember): mha has the highest mean" in said
+    assert "Test accuracy on kv32: there linear has the best mean, 0.500 ± 0.000; that is not tested." in said
+
+
+def test_the_verdict_is_that_of_the_common_seeds(write, runs):
+    # Over all of its seeds, mha is the better; on those that both have, linear is, by far.
+    for seed, value in enumerate([0.5, 0.501, 0.502, 1.0, 1.0, 1.0, 1.0]):
+        write("mha", seed, accuracy={16: value})
+    for seed, value in enumerate([0.7, 0.701, 0.702]):
+        write("linear", seed, accuracy={16: value})
+    (about,) = by_task(load(runs))
+    assert about.cells[0] == "mha"
+    assert [row[-1] for row in sheets.to_best(about).rows] == ["linear is better"]
+    assert Standing.DOMINATED not in about.front("complexity/parameters").values()
+
+
+def test_a_long_name_is_cut_in_the_terminal_alone(write, runs):
+    name = "mha + linear, " * 30
+    write(name)
+    assert max(map(len, headline(load(runs)).split("Cells that share")[0].splitlines())) < 200
+    assert name.strip() in text(runs)
 
 
 def test_a_selection_reports_its_own_runs_only(write, runs):

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+from analysis.report import build
 from analysis.runs import counted, load, only, select
 
 
@@ -205,3 +206,35 @@ def test_one_finished_run_a_cell_and_seed_is_counted_the_newest(write, runs):
     records = counted(load(runs))
     assert records.runs["eval/kv16/accuracy"].tolist() == [0.2, 0.3]
     assert set(records.curves["run"]) == set(records.runs["run"])
+
+
+@pytest.mark.parametrize(
+    ("entries", "named"),
+    [
+        ({"started": 5, "sweeps": 7}, "started, sweeps"),
+        ({"sweeps": "grid", "command": ["x"]}, "command, sweeps"),
+        ({"status": ["FINISHED"], "reason": {"a": 1}}, "status, reason"),
+    ],
+)
+def test_entries_of_a_status_that_are_not_of_their_type_are_left_out_and_named(write, runs, entries, named):
+    file = write(seed=0) / "status.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+    write(seed=1)
+    assert problems(runs) == [f"status.json has no sense in {named}: left out"]
+    records = load(runs)
+    assert records.runs["status"].tolist() == ["UNKNOWN" if "status" in entries else "FINISHED", "FINISHED"]
+    assert len(build(records)) and records.runs["sweeps"].tolist() == [("grid",), ("grid",)]
+
+
+@pytest.mark.parametrize("content", ['{"lr": 1}', '{"lr": ', "[]"])
+def test_a_choice_of_a_learning_rate_that_is_not_whole_is_named(write, runs, content):
+    (write() / "tuning.json").write_text(content)
+    records = load(runs)
+    assert records.problems["problem"].str.startswith("tuning.json").tolist() == [True]
+    assert records.runs["tuning"].isna().all() and len(build(records))
+
+
+def test_tokens_are_those_trained_though_what_was_logged_last_is_not_finite(write, runs):
+    file = write(curve={}) / "metrics.jsonl"
+    file.write_text(file.read_text() + '{"step": 900, "tokens": 9000, "metrics": {"val/accuracy": NaN}}\n')
+    assert load(runs).runs["last_tokens"].tolist() == [9000]

@@ -168,6 +168,9 @@ def test_an_encoder_is_scaled_too():
     ("scaling", "message"),
     [
         ("{a/b: {rope_type: linear}}", "evaluate: rope_scaling: the name 'a/b' must be of letters, digits, _ and -"),
+        ("{none: {rope_type: linear}}", "evaluate: rope_scaling: 'none' names the model as it was trained"),
+        ("{x: {rope_type: [yarn]}}", "evaluate: rope_scaling.x: .*rope_type=['yarn'] is not allowed; allowed: linear"),
+        ("{x: {factor: 2}}", "evaluate: rope_scaling.x: .*rope_type=None is not allowed"),
         ("{pi: linear}", "evaluate: rope_scaling.pi='linear' must be a mapping such as {rope_type: yarn}"),
         ("{x: {rope_type: yarm}}", "evaluate: rope_scaling.x: .*'yarm' is not allowed (did you mean 'yarn'?)"),
         ("{x: {rope_type: linear, factr: 2}}", "evaluate: rope_scaling.x: .*has no option 'factr' (did you mean"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,19 @@ def test_the_interface_says_what_is_wrong(monkeypatch, capsys, tmp_path, options
     monkeypatch.setattr("sys.argv", ["ui", *options])
     assert ui.main() == 2
     assert message in capsys.readouterr().err
+
+
+def test_another_server_on_the_port_is_not_taken_for_this_one(monkeypatch, capsys, tmp_path):
+    (tmp_path / "mlflow.db").touch()
+    monkeypatch.setattr(ui, "newest", lambda uri: [("all runs", "http://127.0.0.1:5000/")])
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        monkeypatch.setattr("sys.argv", ["ui", f"runs={tmp_path}", f"port={port}"])
+        assert ui.main() == 2
+    printed = capsys.readouterr()
+    assert f"port={port} is taken by another program" in printed.err and printed.out == ""
 
 
 @pytest.mark.parametrize("screen", [True, False])
