@@ -206,7 +206,7 @@ class Plan:
         whole = extrapolation.filled(scaling, length, self.task.length)
         options = extrapolation.scaled(self.settings.model, self.skeleton, whole)
         model = self._quietly_built(options).to(trained.embedding.weight)
-        model.load_state_dict(trained.state_dict())
+        model.load_state_dict({name: _whole(weight) for name, weight in trained.state_dict().items()})
         return model
 
     def _quietly_built(self, options: Mapping[str, Any]) -> LanguageModel:
@@ -359,6 +359,11 @@ def _build(what: str, options: Mapping[str, Any], get: Any) -> Any:
 def model_class(options: Mapping[str, Any]) -> type[LanguageModel]:
     """The model that such options are of."""
     return EncoderDecoder if "encoder" in options else LanguageModel
+
+
+def _whole(weight: torch.Tensor) -> torch.Tensor:
+    """A weight, of which each process may have a share alone."""
+    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
 
 
 def _model(options: Mapping[str, Any], task: Task) -> LanguageModel:
