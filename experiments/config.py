@@ -407,14 +407,15 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def key(config: Any) -> str:
     """16 hexadecimal digits that stand for a config. The order of keys does not count, nor 1 against 1.0."""
-    return hashlib.sha256(json.dumps(_canonical(config), sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(canonical(config), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _canonical(value: Any) -> Any:
+def canonical(value: Any) -> Any:
+    """What counts of an option: 1 is 1.0, and a tuple a list."""
     if isinstance(value, Mapping):
-        return {str(k): _canonical(v) for k, v in value.items()}
+        return {str(k): canonical(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_canonical(v) for v in value]
+        return [canonical(v) for v in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

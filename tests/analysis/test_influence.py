@@ -111,6 +111,7 @@ def test_queries_are_the_scored_ones_or_an_even_spread_over_their_second_half():
         (["run=text", "text=a", "querys=3"], "querys is no option (did you mean 'queries'?)"),
         (["run=text", "text=a", "queries=0"], "queries=0 must be a whole number of at least 1"),
         (["run=text", "text=a", "window=2.5"], "window=2.5 must be a whole number of at least 1"),
+        (["run=text", "text=a", "seed=4294967297"], "seed=4294967297 must be at most 4294967295"),
         (["run=text", "text=a", "loose"], "'loose' is no option"),
     ],
 )
