@@ -137,6 +137,14 @@ def test_the_section_of_a_report_has_a_map_of_each_cell_or_says_why_not(folder):
     assert len(missing) == 1 and missing[0].startswith(f"{cells['bare']}: ") and "has no checkpoint" in missing[0]
 
 
+def test_of_each_cell_the_lowest_seed_is_looked_at(write, runs, monkeypatch):
+    write("mha", 10)
+    wanted = {str(write("mha", 9)), str(write("linear", 2))}
+    seen = set()
+    monkeypatch.setattr(influence, "_looked_at", lambda folder: seen.add(folder) or Path("nothing").stat())
+    assert influence.section(counted(load(runs)), {})[0] == [] and seen == wanted
+
+
 def test_a_report_has_the_section_where_it_is_asked_for(folder):
     records = load(folder / "runs")
     page, plain = build(records, influence=True), build(records)
