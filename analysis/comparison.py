@@ -11,7 +11,7 @@ from functools import cached_property
 
 import pandas as pd
 
-from analysis import extrapolation, tables, tuning
+from analysis import extrapolation, fairness, tables, tuning
 from analysis.pareto import Standing, standings
 from analysis.runs import Records, counted, only
 from analysis.statistics import band, compare, gain, not_apart
@@ -225,7 +225,7 @@ class Comparison:
         found += self._lacking()
         if self.cells and not self.costs:
             found.append("No finished run recorded what it costs (complexity/...).")
-        return [*found, *tuning.warnings(self.counted)]
+        return [*found, *fairness.warnings(self.counted), *tuning.warnings(self.counted)]
 
     def _lacking(self) -> Iterable[str]:
         """What was not recorded by how many runs, one sentence a number of runs."""

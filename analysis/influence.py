@@ -134,7 +134,8 @@ def section(records: Records, styles: Mapping[str, Style]) -> tuple[list[Picture
     Returns:
         The pictures; "<cell>: <why it is not among them>".
     """
-    runs = records.runs.sort_values(["cell", "seed"], key=lambda column: column.map(str)).drop_duplicates("cell")
+    by_seed = records.runs.sort_values("seed", key=lambda seeds: seeds.map(str).str.rjust(20))
+    runs = by_seed.drop_duplicates("cell").sort_values("cell")
     found: dict[str, tuple[Asked, Map]] = {}
     missing = []
     for run in runs.itertuples():
@@ -219,6 +220,9 @@ def _options(words: Sequence[str]) -> dict[str, Any]:
 def _number(name: str, value: str) -> int:
     if not value.isdecimal() or int(value) < _NUMBERS[name]:
         raise cli.UsageError(f"{name}={value} must be a whole number of at least {_NUMBERS[name]}")
+    # On the CPU, torch looks at the low 32 bits of a seed alone.
+    if name == "seed" and int(value) >= 2**32:
+        raise cli.UsageError(f"seed={value} must be at most {2**32 - 1}")
     return int(value)
 
 

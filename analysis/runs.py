@@ -10,12 +10,15 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from analysis.plans import unstarted
+from arch import layout
+from experiments.config import canonical
 from mixers.options import nearest
 
 FINISHED = "FINISHED"
@@ -25,7 +28,7 @@ UNKNOWN = "UNKNOWN"
 _FILES = ("status.json", "params.json", "metrics.jsonl", "config.yaml")
 _FACTS = (
     "run", "folder", "status", "reason", "sweep", "sweeps", "started", "seconds", "command", "last_step", "last_tokens",
-    "tuning",
+    "earlier_keys", "tuning",
 )  # fmt: skip
 _PARAMS = ("stack", "layout", "task", "seed")
 _POINT = ("metric", "step", "tokens", "value")
@@ -40,9 +43,10 @@ class Records:
 
     Attributes:
         runs: one row a run: run, folder, status, reason, sweep (which made it), sweeps (all it is in), started, seconds
-            (wall time), command, last_step, last_tokens (training tokens seen), tuning (how its learning rate was
-            chosen, a dict, where it was), cell, every param (stack, layout, task, seed, d_model, ...), the last value
-            of every metric. Of params, null, true, false and lists are JSON text.
+            (wall time), command, last_step, last_tokens (training tokens seen), earlier_keys (of what it was before it
+            was continued under changed options), tuning (how its learning rate was chosen, a dict, where it was), cell,
+            every param (stack, layout, task, seed, d_model, ...), the last value of every metric. Of params, null,
+            true, false and lists are JSON text.
         curves: run, metric, step, tokens, value: one row a logged value, in the order of logging.
         environment: one row a run, indexed by run: versions, commit, device, ...
         params: the columns of `runs` that are params.
@@ -164,6 +168,7 @@ def _read(path: Path) -> _Record:
         "sweeps": tuple(map(str, status.get("sweeps") or filter(None, [status.get("sweep")]))),
         "last_step": logged["step"].max(),
         "last_tokens": logged["tokens"].max(),
+        "earlier_keys": tuple(status.get("earlier_keys") or ()),
         "tuning": tuning or None,
     }
     found = (status_fault, types_fault, params_fault, environment_fault, tuning_fault, *points_faults)
@@ -232,7 +237,11 @@ def _values(line: str) -> Iterator[tuple[str, int, int, float]]:
 
 
 def _plain(value: Any) -> Any:
-    """A param as one hashable value, never taken for a missing one: null, booleans and lists as JSON text."""
+    """A param as one hashable value, never taken for a missing one: null, booleans and lists as JSON text.
+
+    1.0 is 1, as in a run's key.
+    """
+    value = canonical(value)
     return json.dumps(value) if value is None or isinstance(value, (bool, list, dict)) else value
 
 
@@ -257,6 +266,8 @@ def _cells(runs: pd.DataFrame, params: tuple[str, ...]) -> pd.Series:
     """
     label = runs["stack"].fillna(runs["layout"]).where(runs["status"] != UNKNOWN).fillna("run " + runs["run"]).map(str)
     given = runs[[name for name in params if name not in ("seed", "stack")]].map(str, na_action="ignore")
+    for name in {"layout", "model.layout"} & set(given):
+        given[name] = [_one_spelling(text, depth) for text, depth in zip(given[name], _depths(runs), strict=True)]
     # A finished run that lacks what others of its stack have comes from another version. Of a run whose options were
     # refused few params are known, and a stack has none for mixers that it does not use: that makes no difference.
     finished = (runs["status"] == FINISHED).to_numpy()[:, None]
@@ -265,6 +276,20 @@ def _cells(runs: pd.DataFrame, params: tuple[str, ...]) -> pd.Series:
     for name, brief in _varying(given, label).items():
         inside = inside + (", " + brief + "=" + given[name]).fillna("")
     return label.where(inside == "", label + " (" + inside.str.removeprefix(", ") + ")")
+
+
+def _depths(runs: pd.DataFrame) -> pd.Series:
+    return runs["n_layers"] if "n_layers" in runs else pd.Series(None, index=runs.index, dtype=object)
+
+
+@cache
+def _one_spelling(text: Any, depth: Any) -> Any:
+    """One layout for all spellings of a stack of layers: seeds of `mha + mha` and `2*mha` are of one cell."""
+    try:
+        return layout.describe(layout.layers(text, depth if isinstance(depth, int) else None))
+    # Of a run whose options were refused, it may be anything.
+    except (ValueError, TypeError):
+        return text
 
 
 def _varying(given: pd.DataFrame, label: pd.Series) -> dict[str, str]:

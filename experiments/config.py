@@ -206,7 +206,7 @@ class Plan:
         whole = extrapolation.filled(scaling, length, self.task.length)
         options = extrapolation.scaled(self.settings.model, self.skeleton, whole)
         model = self._quietly_built(options).to(trained.embedding.weight)
-        model.load_state_dict(trained.state_dict())
+        model.load_state_dict({name: _whole(weight) for name, weight in trained.state_dict().items()})
         return model
 
     def _quietly_built(self, options: Mapping[str, Any]) -> LanguageModel:
@@ -361,6 +361,11 @@ def model_class(options: Mapping[str, Any]) -> type[LanguageModel]:
     return EncoderDecoder if "encoder" in options else LanguageModel
 
 
+def _whole(weight: torch.Tensor) -> torch.Tensor:
+    """A weight, of which each process may have a share alone."""
+    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+
+
 def _model(options: Mapping[str, Any], task: Task) -> LanguageModel:
     return call(model_class(options), options, "model", vocabulary=task.vocabulary)
 
@@ -402,14 +407,15 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def key(config: Any) -> str:
     """16 hexadecimal digits that stand for a config. The order of keys does not count, nor 1 against 1.0."""
-    return hashlib.sha256(json.dumps(_canonical(config), sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(canonical(config), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _canonical(value: Any) -> Any:
+def canonical(value: Any) -> Any:
+    """What counts of an option: 1 is 1.0, and a tuple a list."""
     if isinstance(value, Mapping):
-        return {str(k): _canonical(v) for k, v in value.items()}
+        return {str(k): canonical(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_canonical(v) for v in value]
+        return [canonical(v) for v in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

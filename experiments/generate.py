@@ -60,7 +60,7 @@ def continued(
 
     Args:
         run: a folder, or a key in the folder `runs`.
-        seed: of the draws, from 0 to 2 ** 63 - 1.
+        seed: of the draws, from 0 to 2 ** 32 - 1.
         stop: one token, as prompts are written; None, for an encoder-decoder: the sign that ends answers.
         sampling: temperature, top_k and top_p of `LanguageModel.generate`.
     Raises:
@@ -70,8 +70,9 @@ def continued(
     from experiments import resume
     from experiments.record import read_description
 
-    if not 0 <= seed < 2**63:
-        raise ValueError(f"seed={seed} must be from 0 to {2**63 - 1}")
+    # On the CPU, torch looks at the low 32 bits alone: larger ones would repeat the draws of others.
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed={seed} must be from 0 to {2**32 - 1}")
     task = read_description(resume.find(run, runs)).config["task"]
     tokens = resume.tokeniser(run, runs) if task["name"] == "text" else Numbers()
     end = None if stop is None else tokens.encode(stop)

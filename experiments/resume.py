@@ -118,6 +118,9 @@ def _check(folder: Path, status: Status, plan: config.Plan) -> None:
     for name in _FIXED:
         if getattr(plan.trainer, name) != before[name]:
             raise ValueError(f"resume: trainer.{name}={getattr(plan.trainer, name)} must stay {before[name]}")
+    seed = start.content["config"]["seed"]
+    if plan.settings.seed != seed:
+        raise ValueError(f"resume: seed={plan.settings.seed} must stay {seed}, of which weights and rows are")
     if plan.steps < start.position.step:
         raise ValueError(
             f"resume: trainer.steps={plan.steps} must be at least {start.position.step}, where {start.path} is"

@@ -84,7 +84,11 @@ def _create(database: Path) -> None:
 
 
 def _experiment(client: Any, artifacts: str | None) -> str:
-    """The id of our experiment, made where missing; several processes may ask for it at once."""
+    """The id of our experiment, made where missing; several processes may ask for it at once.
+
+    Raises:
+        ValueError: it is among those that were deleted.
+    """
     from mlflow.exceptions import MlflowException
 
     found = client.get_experiment_by_name(EXPERIMENT)
@@ -95,6 +99,11 @@ def _experiment(client: Any, artifacts: str | None) -> str:
             found = client.get_experiment_by_name(EXPERIMENT)
             if found is None:
                 raise
+    if found.lifecycle_stage == "deleted":
+        raise ValueError(
+            f"the experiment {EXPERIMENT} was deleted there, and takes no runs before it is restored: "
+            f"mlflow experiments restore --experiment-id {found.experiment_id}"
+        )
     return found.experiment_id
 
 

@@ -111,6 +111,7 @@ def test_queries_are_the_scored_ones_or_an_even_spread_over_their_second_half():
         (["run=text", "text=a", "querys=3"], "querys is no option (did you mean 'queries'?)"),
         (["run=text", "text=a", "queries=0"], "queries=0 must be a whole number of at least 1"),
         (["run=text", "text=a", "window=2.5"], "window=2.5 must be a whole number of at least 1"),
+        (["run=text", "text=a", "seed=4294967297"], "seed=4294967297 must be at most 4294967295"),
         (["run=text", "text=a", "loose"], "'loose' is no option"),
     ],
 )
@@ -134,6 +135,14 @@ def test_the_section_of_a_report_has_a_map_of_each_cell_or_says_why_not(folder):
     assert {picture.title for picture in pictures[1:]} == {f"What {cell} depends on" for cell in seen}
     assert {trace.legendgroup for trace in pictures[0].figure.data} == seen
     assert len(missing) == 1 and missing[0].startswith(f"{cells['bare']}: ") and "has no checkpoint" in missing[0]
+
+
+def test_of_each_cell_the_lowest_seed_is_looked_at(write, runs, monkeypatch):
+    write("mha", 10)
+    wanted = {str(write("mha", 9)), str(write("linear", 2))}
+    seen = set()
+    monkeypatch.setattr(influence, "_looked_at", lambda folder: seen.add(folder) or Path("nothing").stat())
+    assert influence.section(counted(load(runs)), {})[0] == [] and seen == wanted
 
 
 def test_a_report_has_the_section_where_it_is_asked_for(folder):

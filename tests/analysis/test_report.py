@@ -191,6 +191,42 @@ def test_runs_of_different_code_are_pointed_out(write, runs):
     assert "different versions" not in headline(select_seeds(load(runs), 0, 2))
 
 
+def test_stacks_that_were_not_trained_alike_are_pointed_out(write, runs):
+    for seed in (0, 1):
+        write("mha", seed, params={"lr": 0.01, "optimizer.lr": 0.01, "task.kv": [4]})
+        write("linear", seed, params={"lr": 0.001, "optimizer.lr": 0.001, "task.kv": [64]})
+    assert "not trained and tested alike: optimizer.lr is 0.001 or 0.01; task.kv is [4] or [64]." in text(runs)
+    # What varies within a stack is in the names of all cells.
+    write("linear", 0, params={"lr": 0.01, "optimizer.lr": 0.01, "task.kv": [64]})
+    said = text(runs)
+    assert "not trained and tested alike: task.kv is [4] or [64]." in said and "mha (lr=0.01)" in said
+
+
+def test_rates_that_were_chosen_may_differ(write, runs):
+    for stack, lr in (("mha", 0.01), ("linear", 0.001)):
+        folder = write(stack, params={"lr": lr, "optimizer.lr": lr})
+        choice = {"lr": lr, "edge": None, "monitor": "val/loss", "seeds": [9], "scores": [[lr, 1.0]], "runs": [stack],
+                  "tokens": 1, "flops": 1.0, "seconds": 1.0}  # fmt: skip
+        (folder / "tuning.json").write_text(json.dumps(choice))
+    assert "trained and tested alike" not in text(runs)
+
+
+def test_continued_runs_are_pointed_out(write, runs):
+    write("mha", 0)
+    folder = write("linear", 0)
+    assert "Continued" not in text(runs)
+    status = json.loads((folder / "status.json").read_text())
+    (folder / "status.json").write_text(json.dumps(status | {"earlier_keys": ["0123"]}))
+    assert f"not what one training under these gives: {folder.name}." in text(runs)
+
+
+def test_speeds_of_different_machines_are_pointed_out(write, runs):
+    for seed, threads in enumerate((1, 1, 8)):
+        (write("mha", seed) / "environment.json").write_text(json.dumps({"threads": threads}))
+    assert "measured under different conditions (threads; see the environment)" in text(runs)
+    assert "different conditions" not in headline(select_seeds(load(runs), 0, 1))
+
+
 def select_seeds(records, *seeds):
     return only(records, records.runs[records.runs["seed"].isin(seeds)])
 

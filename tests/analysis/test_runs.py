@@ -142,6 +142,20 @@ def test_a_param_that_varies_within_a_stack_is_in_the_name_once(write, runs):
     assert cells(runs) == ["mha (lr=0.1)", "mha (lr=0.2)"]
 
 
+def test_a_number_has_one_spelling(write, runs):
+    for seed, (dropout, kv) in enumerate(((0, [2, 4]), (0.0, [2.0, 4]))):
+        write("mha", seed, params={"model.mixers.mha.dropout": dropout, "task.kv": kv})
+    assert cells(runs) == ["mha", "mha"]
+
+
+def test_a_layout_has_one_spelling_and_seeds_of_two_are_of_one_cell(write, runs):
+    for seed, spelled in enumerate(("mha", "2*mha", "mha + mha")):
+        write("mha", seed, params={"layout": spelled, "model.layout": spelled, "n_layers": 2})
+    assert cells(runs) == ["mha"] * 3
+    write("mha", 3, params={"layout": "mha", "model.layout": "mha", "n_layers": 3})
+    assert len(set(cells(runs))) == 2
+
+
 def test_params_of_one_last_name_keep_their_full_names(write, runs):
     for a, b in ((1, 1), (1, 2), (2, 1)):
         write("mha", params={"x.width": a, "y.width": b})

@@ -101,9 +101,11 @@ def test_a_killed_process_ends_the_run_which_goes_on_with_one(command_line, tmp_
 
 
 def test_weights_that_are_divided_train_as_whole_ones(plan_of, tmp_path):
-    """FSDP in one process, whose share is everything; then on from its own checkpoint."""
+    """FSDP in one process, whose share is everything; then on from its own checkpoint. RoPE is scaled for tests too."""
+    rope = ("model.mixers.mha.position=rope", "evaluate.rope_scaling={yarn: {rope_type: yarn, factor: 2}}")
+
     def train(name, strategy, start=None):
-        plan = plan_of("trainer.accelerator=cpu", f"trainer.strategy={strategy}", "trainer.log_every=1")
+        plan = plan_of("trainer.accelerator=cpu", f"trainer.strategy={strategy}", "trainer.log_every=1", *rope)
         tracker = Tracker(tmp_path / name, Description("x", {}, plan.config, {}, ""), None, start and start.position)
         with ranks.joined(ranks.Place(0, 1, 0, 0, f"file://{tmp_path}/meeting-{name}-{start is None}")) as group:
             values = module.train(plan, tracker, lambda line: None, start, group)
@@ -112,6 +114,7 @@ def test_weights_that_are_divided_train_as_whole_ones(plan_of, tmp_path):
 
     wanted, whole = train("ddp", "ddp")
     found, last = train("fsdp", "fsdp")
+    assert "eval/kv4/yarn/loss" in found
     assert found == pytest.approx(wanted) and last.content["sharded"] and not whole.content["sharded"]
     last.path.unlink()
     again, last = train("fsdp", "fsdp", checkpoints.newest(tmp_path / "fsdp")[0])

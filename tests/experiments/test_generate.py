@@ -97,6 +97,7 @@ def test_an_encoder_decoder_answers_sources(ask, folder):
         (["run=text", "prompt=a", "top_p=0.5"], "top_p=0.5 needs a temperature above 0"),
         (["run=text", "prompt=a", "stop=ab"], "stop='ab' must be one token; it is 2"),
         (["run=text", "prompt=a", "seed=-1"], "seed=-1 must be from 0 to "),
+        (["run=text", "prompt=a", "seed=4294967297"], "seed=4294967297 must be from 0 to 4294967295"),
         (["run=text", "prompt=a", "loose"], "'loose' is no option"),
     ],
 )

@@ -315,6 +315,7 @@ def test_the_same_mlflow_run_goes_on_and_tags_tell_what_changed(command_line, tm
         (["resume={old}", "stack=linear"], "'stack=linear' cannot change"),
         (["resume={old}", "optimizer=adamw"], "'optimizer=adamw' is not one option's value"),
         (["resume={old}", "trainer.steps=3"], "trainer.steps=3 must be at least 4"),
+        (["resume={old}", "seed=5"], "resume: seed=5 must stay 0"),
         (["resume={old}", "trainer.batch_size=8"], "trainer.batch_size=8 must stay 4"),
         (["resume={old}", "model.d_model=16"], "the options change the weights: embedding.weight has shape [32, 8]"),
         (["resume={old}", "trainer.stps=5"], "trainer.stps is no option (did you mean 'trainer.steps'?)"),
