@@ -114,8 +114,9 @@ def progress(grid: Grid) -> Progress:
     queue = slurm_queue.queue(grid.slurm)
     words = grid.jobs or [[] for _ in range(max([-1, *begun]) + 1)]
     alive = {number: number not in results and _runs(job, queue) for number, job in begun.items()}
-    leads = grid.process.alive is not False or any(alive.values()) or bool(queue)
-    waits = leads and not grid.cancelled
+    # Slurm starts its jobs without a leader; nobody else does.
+    starts = grid.process.alive is not False or (grid.slurm is not None and (any(alive.values()) or bool(queue)))
+    waits = starts and not grid.cancelled
     records = _records(grid.runs, [job for number, job in begun.items() if alive[number]])
     jobs = [
         _job(number, options, results.get(number), begun.get(number), alive.get(number, False), waits,

@@ -13,6 +13,7 @@ from typing import Any
 
 from experiments.launchers import Cell, CellLauncher
 from experiments.signals import Terminated
+from experiments.tasks.base import at_least
 
 _SECONDS_BETWEEN_LOOKS = 5
 # A job that has left the queue may have written its result to a slow shared disk.
@@ -57,14 +58,24 @@ class Slurm(CellLauncher):
 
     def check(self) -> None:
         find_slurm()
+        at_least("hydra.launcher.max_num_timeout", self.max_num_timeout, 0)
+        for name in ("array_parallelism", "time", "signal_delay_s", "nodes", "ntasks_per_node", "cpus_per_task"):
+            if name in self.options:
+                at_least(f"hydra.launcher.{name}", self.options[name], 1)
+        setup = self.options.get("setup", [])
+        if isinstance(setup, str):
+            raise ValueError(f"hydra.launcher.setup={setup!r} must be a list of commands, such as ['module load cuda']")
 
     def run(self, cells: Sequence[Cell]) -> None:
         import submitit
 
         executor = submitit.SlurmExecutor(self.folder, max_num_timeout=self.max_num_timeout)
         executor.update_parameters(**self.options)
-        with executor.batch():
-            jobs = [executor.submit(cell) for cell in cells]
+        try:
+            with executor.batch():
+                jobs = [executor.submit(cell) for cell in cells]
+        except submitit.core.utils.FailedJobError as error:
+            raise ValueError(f"hydra/launcher=submitit_slurm: Slurm takes no such jobs: {str(error).strip()}") from None
         array = jobs[0].job_id.partition("_")[0]
         print(f"{len(cells)} runs are Slurm's array {array}, logs in {jobs[0].paths.folder}; it goes on without this "
               f"command, and `scancel {array}` ends it", flush=True)

@@ -90,8 +90,12 @@ def test_jobs_whose_process_is_gone_are_interrupted_though_the_number_is_another
     assert not progress.progress(mine).active and progress.progress(mine).bad == 4
 
 
-def test_jobs_that_run_without_their_leader_keep_the_others_waiting(make):
+def test_without_their_leader_jobs_that_wait_are_started_by_slurm_alone(make, monkeypatch):
+    monkeypatch.setattr(slurm_queue, "queue", lambda folder: None)
     mine = make()
+    starts(mine, 0, Process.this())
+    assert states(mine) == ["running", "not started", "not started", "not started"]
+    mine = make("2030-01-02_00-00-00", slurm="/somewhere")
     starts(mine, 0, Process.this())
     assert states(mine) == ["running", "waiting", "waiting", "waiting"]
     grids.cancel(mine.folder)

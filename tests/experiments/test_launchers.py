@@ -145,6 +145,27 @@ def test_what_cannot_run_is_one_message_before_anything_starts(command_line, tmp
     assert not list(tmp_path.rglob("status.json"))
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("time=soon", "hydra.launcher.time='soon' must be a whole number of at least 1"),
+        ("array_parallelism=0", "hydra.launcher.array_parallelism=0 must be"),
+        ("max_num_timeout=x", "hydra.launcher.max_num_timeout='x' must be"),
+        ("setup=abc", "hydra.launcher.setup='abc' must be a list of commands"),
+        ("partition=nope", "hydra/launcher=submitit_slurm: Slurm takes no such jobs: sbatch: error: no partition nope"),
+    ],
+)
+def test_what_slurm_would_refuse_is_one_message(command_line, tmp_path, monkeypatch, option, message):
+    refusal = "echo 'sbatch: error: no partition nope' >&2; exit 1"
+    for name, line in {"sinfo": "", "squeue": "", "sbatch": refusal}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    code, _, err = command_line("-m", "seed=0,1", "hydra/launcher=submitit_slurm", f"hydra.launcher.{option}")
+    assert code == 2 and message in err and "Traceback" not in err
+    assert not list(tmp_path.rglob("status.json")) and not list(tmp_path.rglob("grid.json"))
+
+
 def test_slurm_without_its_extra_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "submitit", None)
     monkeypatch.setattr(slurm.shutil, "which", lambda name: f"/usr/bin/{name}")
