@@ -187,6 +187,13 @@ def test_trouble_at_the_start_makes_one_run_at_the_end(tmp_path, database, monke
     assert run.data.metrics == {"train/loss": 1.0}
 
 
+def test_a_deleted_experiment_is_said_with_the_way_back(database):
+    client, experiment = tracking.connect(database)
+    client.delete_experiment(experiment)
+    with pytest.raises(ValueError, match=f"deleted there.* restore --experiment-id {experiment}$"):
+        tracking.connect(database)
+
+
 def test_the_database_writes_ahead_and_artifacts_are_absolute(template):
     with closing(sqlite3.connect(template)) as connection:
         assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
