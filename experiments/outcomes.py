@@ -80,8 +80,9 @@ def outcomes(folder: Path, kind: str = "outcomes") -> list[Outcome]:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """A grid's end: one line a run, and how many finished, were skipped, failed and diverged."""
-    rows = [("stack", "task", "seed", "status", "seconds", "result"), *map(_row, outcomes)]
+    """A grid's end: one line a run, in the order of the jobs, and how many finished, were skipped, failed and diverged."""
+    ordered = sorted(outcomes, key=lambda outcome: -1 if outcome.job is None else outcome.job)
+    rows = [("stack", "task", "seed", "status", "seconds", "result"), *map(_row, ordered)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     counts = Counter(outcome.status for outcome in outcomes)
