@@ -80,7 +80,7 @@ def outcomes(folder: Path, kind: str = "outcomes") -> list[Outcome]:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """A grid's end: a line a run, in the order of the jobs, and how many finished, were skipped, failed and diverged."""
+    """A grid's end: a line a run in the order of the jobs, and how many finished, were skipped, failed and diverged."""
     ordered = sorted(outcomes, key=lambda outcome: -1 if outcome.job is None else outcome.job)
     rows = [("stack", "task", "seed", "status", "seconds", "result"), *map(_row, ordered)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
