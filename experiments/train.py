@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -95,6 +96,13 @@ def _links() -> list[str]:
     return [*found, f"... which this serves: python -m experiments.ui{runs}"]
 
 
+def _not_ended(outcomes: Sequence[Outcome]) -> list[str]:
+    """The jobs that the table of this process's grid leaves out: it was stopped, or they go on elsewhere."""
+    grid = grids.read(Grid.folder)
+    missing = len(grid.jobs) - len({outcome.job for outcome in outcomes})
+    return [f"{missing} of {len(grid.jobs)} have not ended: {grid.control('status')}"] if missing > 0 else []
+
+
 def main() -> int:
     """The exit code: 0; 1 where a run failed or diverged; 2 after a mistake; 130 after Ctrl-C, 143 after SIGTERM."""
     _alone.clear()
@@ -113,7 +121,7 @@ def main() -> int:
         grids.forget(Grid.folder)
     outcomes = Grid.outcomes()
     if outcomes:
-        print("\n".join(["", table(outcomes), *_links()]), flush=True)
+        print("\n".join(["", table(outcomes), *_not_ended(outcomes), *_links()]), flush=True)
     ended = _alone if outcomes is None else outcomes
     if Grid.folder and grids.cancelled(Grid.folder):
         code = 143

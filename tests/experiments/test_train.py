@@ -150,7 +150,9 @@ def test_ctrl_c_ends_the_grid_and_the_run_says_so(command_line, tmp_path, monkey
     assert code == 130
     ends = [(status.status, status.reason) for status in map(read_status, folders(tmp_path))]
     assert ends == [("FINISHED", None), ("KILLED", "interrupted (Ctrl-C)")]
-    assert out.splitlines()[-1] == "1 finished, 0 skipped, 0 failed, 0 diverged"
+    counts, rest = out.splitlines()[-2:]
+    assert counts == "1 finished, 0 skipped, 0 failed, 0 diverged"
+    assert rest.startswith("2 of 3 have not ended: python -m experiments.grid status ")
 
 
 def test_a_grid_kept_as_yaml_needs_no_flag_and_gives_way_to_the_command_line(command_line, tmp_path):
