@@ -116,7 +116,7 @@ def test_a_grid_without_a_name_or_mlflow_ends_without_a_report(commands, options
 
 def test_a_grid_ends_with_its_report(commands, capsys):
     at_end.Report().on_multirun_end(OmegaConf.create({"sweep": "a b", "mlflow": True, "runs": "r"}))
-    assert commands[0] == [["-m", "analysis.report", "--runs", "r", "--sweep", "a b"]]
+    assert commands[0] == [["-m", "analysis.report", "--runs=r", "--sweep=a b"]]
     assert capsys.readouterr().out == "\nreport: page\nreport in MLflow: http://there\n"
 
 
