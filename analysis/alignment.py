@@ -12,9 +12,7 @@ runs=runs.
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import plotly.graph_objects as go
@@ -27,7 +25,6 @@ from experiments import cli, resume
 from experiments.record import read_description
 from experiments.tasks.base import Item
 from experiments.tasks.transduction import WORDS
-from mixers.options import nearest
 
 _OPTIONS = ("run", "suite", "row", "out", "runs")
 
@@ -76,14 +73,10 @@ def _shown(token: int, digits: bool) -> str:
 
 def main() -> int:
     """The exit code: 0; 2 after a mistake."""
-    parser = argparse.ArgumentParser(
-        "python -m analysis.alignment", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("options", nargs="*", metavar="NAME=VALUE")
-    sys.argv[1:] = parser.parse_args().options
+    cli.help_or_options("analysis.alignment", __doc__)
 
     def draw() -> None:
-        options = _options(sys.argv[1:])
+        options = dict(cli.pairs(sys.argv[1:], _OPTIONS))
         out = Path(options.pop("out", "alignment.html"))
         row = options.pop("row", "0")
         if not row.isdecimal():
@@ -92,17 +85,6 @@ def main() -> int:
         print(out)
 
     return cli.run(draw, "train")
-
-
-def _options(words: Sequence[str]) -> dict[str, str]:
-    found = {}
-    for name, _, value in (word.partition("=") for word in words):
-        if name not in _OPTIONS:
-            raise cli.UsageError(f"{name} is no option{nearest(name, _OPTIONS)}; allowed: {', '.join(_OPTIONS)}")
-        found[name] = value
-    if not found.get("run"):
-        raise cli.UsageError("run=... is missing; see --help")
-    return found
 
 
 if __name__ == "__main__":

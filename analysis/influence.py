@@ -16,7 +16,6 @@ out=influence.html, runs=runs. Mistakes end with exit code 2.
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -35,7 +34,6 @@ from arch.language_model import LanguageModel
 from experiments import cli, resume
 from experiments.record import read_description
 from experiments.tasks.base import NOT_SCORED
-from mixers.options import nearest
 
 # Option -> its least value.
 _NUMBERS = {"row": 0, "queries": 1, "directions": 1, "seed": 0, "window": 1}
@@ -163,11 +161,7 @@ def _looked_at(folder: str) -> tuple[Asked, Map]:
 
 def main() -> int:
     """The exit code: 0; 2 after a mistake."""
-    parser = argparse.ArgumentParser(
-        "python -m analysis.influence", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("options", nargs="*", metavar="NAME=VALUE")
-    sys.argv[1:] = parser.parse_args().options
+    cli.help_or_options("analysis.influence", __doc__)
 
     def draw() -> None:
         options = _options(sys.argv[1:])
@@ -204,14 +198,8 @@ def _look(
 
 def _options(words: Sequence[str]) -> dict[str, Any]:
     """The keyword arguments of `_look`, and out."""
-    allowed = (*_TEXTS, *_NUMBERS)
-    found: dict[str, Any] = {}
-    for name, _, value in (word.partition("=") for word in words):
-        if name not in allowed:
-            raise cli.UsageError(f"{name} is no option{nearest(name, allowed)}; allowed: {', '.join(allowed)}")
-        found[name] = _number(name, value) if name in _NUMBERS else value
-    if not found.get("run"):
-        raise cli.UsageError("run=... is missing; see --help")
+    given = cli.pairs(words, (*_TEXTS, *_NUMBERS))
+    found = {name: _number(name, value) if name in _NUMBERS else value for name, value in given}
     if "text" in found and found.keys() & {"suite", "row"}:
         raise cli.UsageError("text= and suite= or row= name two things to look at: give one of them")
     return found

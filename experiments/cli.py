@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shlex
@@ -28,6 +29,30 @@ _LAYOUT = re.compile(r"(?P<key>\+{0,2}model\.layout)=(?P<value>.*)", re.DOTALL)
 
 class UsageError(ValueError):
     """A wrong command line; the message is for the user."""
+
+
+def help_or_options(program: str, page: str) -> None:
+    """Of a program whose options are words NAME=VALUE: print its help where asked to; leave the words in sys.argv."""
+    parser = argparse.ArgumentParser(
+        f"python -m {program}", description=page, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("options", nargs="*", metavar="NAME=VALUE")
+    sys.argv[1:] = parser.parse_args().options
+
+
+def pairs(words: Sequence[str], allowed: Sequence[str]) -> list[tuple[str, str]]:
+    """(name, value) of words NAME=VALUE about a run.
+
+    Raises:
+        UsageError: an unknown name; no run.
+    """
+    found = [(name, value) for name, _, value in (word.partition("=") for word in words)]
+    for name, _ in found:
+        if name not in allowed:
+            raise UsageError(f"{name} is no option{nearest(name, allowed)}; allowed: {', '.join(allowed)}")
+    if not dict(found).get("run"):
+        raise UsageError("run=... is missing; see --help")
+    return found
 
 
 def run(main: Callable[[], None], name: str) -> int:

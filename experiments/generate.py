@@ -16,7 +16,6 @@ checkpoint is loaded, on a GPU where there is one. Mistakes end with exit code 2
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,7 +24,6 @@ import torch
 
 from arch.encoder_decoder import EncoderDecoder
 from experiments import cli, tasks
-from mixers.options import nearest
 
 _NUMBERS: Mapping[str, type] = {
     "max_new_tokens": int, "temperature": float, "top_k": int, "top_p": float, "seed": int,
@@ -94,11 +92,7 @@ def continued(
 
 def main() -> int:
     """The exit code: 0; 2 after a mistake."""
-    parser = argparse.ArgumentParser(
-        "python -m experiments.generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("options", nargs="*", metavar="NAME=VALUE")
-    sys.argv[1:] = parser.parse_args().options
+    cli.help_or_options("experiments.generate", __doc__)
 
     def say() -> None:
         options, prompts = _options(sys.argv[1:])
@@ -109,22 +103,12 @@ def main() -> int:
 
 def _options(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """The keyword arguments of `continued`, prompts apart, and the prompts."""
-    options: dict[str, Any] = {}
-    prompts = []
-    for name, _, value in (word.partition("=") for word in words):
-        if name == "prompt":
-            prompts.append(value)
-        elif name in _TEXTS:
-            options[name] = value
-        elif name in _NUMBERS:
-            options[name] = _number(name, value)
-        else:
-            allowed = ("run", "prompt", *_NUMBERS, *_TEXTS[1:])
-            raise cli.UsageError(f"{name} is no option{nearest(name, allowed)}; allowed: {', '.join(allowed)}")
-    for name, given in (("run", options.get("run")), ("prompt", prompts)):
-        if not given:
-            raise cli.UsageError(f"{name}=... is missing; see --help")
-    return options, prompts
+    given = cli.pairs(words, ("run", "prompt", *_NUMBERS, *_TEXTS[1:]))
+    prompts = [value for name, value in given if name == "prompt"]
+    if not prompts:
+        raise cli.UsageError("prompt=... is missing; see --help")
+    rest = {name: value for name, value in given if name != "prompt"}
+    return {name: _number(name, value) if name in _NUMBERS else value for name, value in rest.items()}, prompts
 
 
 def _number(name: str, value: str) -> float:
