@@ -10,7 +10,7 @@ from pathlib import Path
 import plotly.graph_objects as go
 
 from analysis.pictures import figures
-from analysis.runs import Records, load, select
+from analysis.runs import Records
 from experiments.record import read_status
 from experiments.tracking import address, exists, publish
 
@@ -18,13 +18,12 @@ from experiments.tracking import address, exists, publish
 WIDTH, SCALE = 900, 2
 
 
-def report(runs: Path, sweep: str, page: Path) -> list[str]:
-    """Put a page that was written into MLflow, where the runs of the sweep are there too.
+def report(records: Records, runs: Path, sweep: str, page: Path) -> list[str]:
+    """Put the page of a sweep's records into MLflow, where its runs are there too.
 
     Returns:
         What to tell: where it is, and what went wrong. A report that MLflow does not get is no failure.
     """
-    records = select(load(runs), sweep)
     uri = place(records, runs)
     if uri is None:
         return []

@@ -56,12 +56,16 @@ def build(
         influence: look at what the models depend on, see `analysis.influence`; seconds a cell.
     """
     records = bench.joined(records, measured) if measured else records
-    return _page(records, by_task(records) if len(records.runs) else [], command, measured, missing, influence)
+    return _page(records, _compared(records), command, measured, missing, influence)
 
 
 def headline(records: Records) -> str:
     """For a terminal: of every cell its quality, training FLOPs a token and state; then what to know about them."""
-    return told(records, by_task(records) if len(records.runs) else [])
+    return told(records, _compared(records))
+
+
+def _compared(records: Records) -> list[Comparison]:
+    return by_task(records) if len(records.runs) else []
 
 
 def _page(
@@ -184,17 +188,18 @@ def _make(given: argparse.Namespace) -> tuple[str, str]:
     records, missing = _chosen(load(given.runs), given)
     folder = given.bench or bench.newest(given.runs, records)
     measured = bench.read(folder) if folder else None
+    records = bench.joined(records, measured) if measured else records
     if given.format != "html":
-        records = bench.joined(records, measured) if measured else records
         return export.document(given.format, records, _command(given)), missing
     page = given.html or given.runs / "report.html"
     page.parent.mkdir(parents=True, exist_ok=True)
     command = _command(given, page, folder)
-    page.write_text(build(records, command, measured, missing, given.influence), encoding="utf-8")
+    comparisons = _compared(records)
+    page.write_text(_page(records, comparisons, command, measured, missing, given.influence), encoding="utf-8")
     places = [f"report: {page}"]
     if given.sweep is not None and not missing and not given.no_mlflow:
-        places += publish.report(given.runs, given.sweep, page)
-    return "\n\n".join(filter(None, (headline(records), "\n".join(places)))), missing
+        places += publish.report(records, given.runs, given.sweep, page)
+    return "\n\n".join(filter(None, (told(records, comparisons), "\n".join(places)))), missing
 
 
 def _chosen(records: Records, given: argparse.Namespace) -> tuple[Records, str]:

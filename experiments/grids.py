@@ -112,6 +112,10 @@ def _write_job(folder: Path, job: Started) -> None:
     write(path, json.dumps(asdict(job)))
 
 
+def has_started(folder: Path, number: int) -> bool:
+    return (folder / "jobs" / f"{number}.json").exists()
+
+
 def started(folder: Path) -> dict[int, Started]:
     """The jobs that have started, by number."""
     found = [json.loads(path.read_text()) for path in (folder / "jobs").glob("[0-9]*.json")]

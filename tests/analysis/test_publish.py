@@ -59,7 +59,7 @@ def test_a_page_alone_stays_here(write, runs, sent, options):
 
 def test_runs_that_are_not_in_mlflow_have_no_report_there(write, runs, sent):
     write()
-    assert publish.report(runs, "grid", runs / "report.html") == []
+    assert publish.report(load(runs), runs, "grid", runs / "report.html") == []
     assert sent == []
 
 
@@ -78,7 +78,7 @@ def test_without_a_browser_the_page_goes_alone_and_a_line_says_so(write, runs, s
     monkeypatch.setattr(kaleido, "write_fig_from_object_sync", nothing)
     tracked(write(), "http://host:5000")
     report.main(["--runs", str(runs), "--no-mlflow"])
-    first, last = publish.report(runs, "grid", runs / "report.html")
+    first, last = publish.report(load(runs), runs, "grid", runs / "report.html")
     assert first == "no PNGs beside the report, which need Chrome or Chromium: RuntimeError: Chrome was not found"
     assert last == "report in MLflow: http://there" and sent[0][2] == ["report.html"]
 

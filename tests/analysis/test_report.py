@@ -11,6 +11,8 @@ from analysis.comparison import by_task
 from analysis.pareto import Standing
 from analysis.report import build, figures, headline, main
 from analysis.runs import load, only, select
+from experiments import grids
+from experiments.processes import Process
 
 
 class Page(HTMLParser):
@@ -369,13 +371,18 @@ def test_several_tasks_are_seen_together_from_the_smallest_state_to_the_largest(
     }
 
 
+def planned(runs, time, sweep, jobs):
+    """The record of a grid of which nothing has begun."""
+    folder = runs / ".grids" / time
+    grids.begin(grids.Grid(folder, sweep, 1.0, [], ".", {}, Process.this(), jobs))
+    (folder / "jobs").mkdir()
+    return folder
+
+
 def test_jobs_that_never_began_are_listed_until_a_later_grid_begins_them(write, runs):
     write("mha", 0)
     for time, begun in (("1", [0]), ("2", [])):
-        folder = runs / ".grids" / time
-        (folder / "jobs").mkdir(parents=True)
-        jobs = [[f"stack={stack}", "seed=0"] for stack in ("mha", "linear")]
-        (folder / "grid.json").write_text(json.dumps({"sweep": "grid", "jobs": jobs}))
+        folder = planned(runs, time, "grid", [[f"stack={stack}", "seed=0"] for stack in ("mha", "linear")])
         for number in begun:
             (folder / "jobs" / f"{number}.json").write_text("{}")
     (runs / ".grids" / "3").mkdir()
@@ -412,8 +419,7 @@ def test_the_pictures_are_there_for_other_programs(write, runs):
 
 def test_a_sweep_of_which_no_job_has_begun_is_said_to_be_so(write, runs, tmp_path, capsys):
     write("mha", 0, sweep="other")
-    (runs / ".grids" / "1").mkdir(parents=True)
-    (runs / ".grids" / "1" / "grid.json").write_text(json.dumps({"sweep": "later", "jobs": [["seed=0"]]}))
+    planned(runs, "1", "later", [["seed=0"]])
     page = tmp_path / "out.html"
     assert main(["--runs", str(runs), "--sweep", "later", "--html", str(page)]) == 2
     assert "no job of the sweep 'later' has begun" in capsys.readouterr().err

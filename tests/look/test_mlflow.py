@@ -12,6 +12,7 @@ import urllib.request
 import pytest
 
 from analysis import publish, report
+from analysis.runs import load
 from experiments import ui, views
 from experiments.tracking import links, upload
 from tests.look.made import STACKS
@@ -28,7 +29,7 @@ def uri(runs) -> str:
         upload(status.parent, uri)
     page = runs / "report.html"
     assert report.main(["--runs", str(runs), "--sweep", "look", "--html", str(page), "--no-mlflow"]) == 0
-    lines = publish.report(runs, "look", page)
+    lines = publish.report(load(runs), runs, "look", page)
     # The browser is there, so the pictures are too.
     assert [line.partition(":")[0] for line in lines] == ["report in MLflow"]
     return uri
