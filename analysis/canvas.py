@@ -183,6 +183,7 @@ def look(style: Style, cell: str, size: int = 9) -> dict[str, Any]:
 
 
 def bars(intervals: Sequence[Interval]) -> dict[str, Any]:
+    """Error bars of a trace; where there is no interval, none is seen."""
     return {"array": [0 if math.isnan(i.half) else i.half for i in intervals], "thickness": 1.2, "width": 3}
 
 

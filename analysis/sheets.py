@@ -47,6 +47,7 @@ def cells(about: Comparison) -> Sheet:
 
 
 def column(name: str) -> Column:
+    """The column of a metric: its title, its unit and what is better."""
     known = metric(name)
     unit = "" if known.unit in known.title else known.unit
     return Column(known.title, ", ".join(filter(None, (unit, _ARROWS[known.better]))), name)

@@ -32,6 +32,7 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLI
 # For a checkpoint after a signal.
 _SECONDS_TO_SAVE = 60
 
+
 class Cell:
     """One cell of a grid; it travels to the process that runs it and has left its outcome in the grid's folder then."""
 

@@ -48,7 +48,7 @@ def execute(
     Raises:
         ConfigError: wrong options of a run alone, or a runs folder that cannot be written.
     """
-    place = ranks.started() if _several(tree) else None
+    place = _place(tree)
     if place and place.rank:
         return ranks.follow(place)
     with ranks.leading(place):
@@ -57,14 +57,15 @@ def execute(
 
 def follows(tree: Mapping[str, Any]) -> bool:
     """Does another process lead this one, of those that torchrun or srun has started for one run?"""
-    place = ranks.started() if _several(tree) else None
+    place = _place(tree)
     return bool(place and place.rank)
 
 
-def _several(tree: Mapping[str, Any]) -> bool:
-    """Is the run for several processes? Its options may be of any type."""
+def _place(tree: Mapping[str, Any]) -> ranks.Place | None:
+    """This process's place in a run for several, where they were started for it. Options may be of any type."""
     trainer = tree.get("trainer")
-    return isinstance(trainer, Mapping) and trainer.get("strategy", "single") != "single"
+    several = isinstance(trainer, Mapping) and trainer.get("strategy", "single") != "single"
+    return ranks.started() if several else None
 
 
 def _lead(
