@@ -23,8 +23,9 @@ PAGE = "report.html"
 _LINE = "- Comparison "
 MOST_LISTED = 20
 _LOCAL = "http://127.0.0.1:5000"
-# Of each sweep, when this process wrote its views last and the CPU seconds that took; below so many, always.
-_last: dict[str, tuple[float, float]] = {}
+# Of each (tracking URI, sweep), when this process wrote its views last and the CPU seconds that took.
+_last: dict[tuple[str, str], tuple[float, float]] = {}
+# Views that took fewer CPU seconds are written whenever a run ends.
 _CHEAP = 0.3
 
 
@@ -47,11 +48,11 @@ def refresh(uri: str, sweeps: Iterable[str]) -> None:
     """
     try:
         for sweep in sweeps:
-            ended, cost = _last.get(sweep, (0.0, 0.0))
+            ended, cost = _last.get((uri, sweep), (0.0, 0.0))
             if cost < _CHEAP or time.monotonic() - ended > 20 * cost:
                 begun = time.process_time()
                 show(*connect(uri), sweep)
-                _last[sweep] = time.monotonic(), time.process_time() - begun
+                _last[uri, sweep] = time.monotonic(), time.process_time() - begun
     except Exception as error:
         warn_once(error)
 

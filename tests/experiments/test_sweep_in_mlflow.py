@@ -27,6 +27,12 @@ def nothing_was_warned_about(monkeypatch):
     monkeypatch.setattr(tracking.server, "_warned", False)
 
 
+@pytest.fixture(autouse=True)
+def views_are_cheap(monkeypatch):
+    """However slow this machine is just now."""
+    monkeypatch.setattr(sweep, "_CHEAP", float("inf"))
+
+
 @pytest.fixture
 def finish(tmp_path, uri):
     """Makes one run of a sweep and returns its folder."""
@@ -59,6 +65,21 @@ def test_every_run_that_ends_brings_the_view_up_to_date(uri, finish):
     assert found(uri, sweep.search("mine")) == {"mha mqar seed 0"}
     assert experiment(uri).tags[sweep.NOTE] == (
         f"- Comparison [mine]({URL.format(view)}): 3 runs of 3 stacks, 2 failed or killed")
+
+
+def test_where_views_are_dear_a_run_leaves_them_to_later_ones(uri, finish, monkeypatch, new_database, tmp_path):
+    monkeypatch.setattr(sweep, "_CHEAP", 0.0)
+    other = tmp_path / "other"
+    other.mkdir()
+    other = f"sqlite:///{new_database(other)}"
+    for where in (uri, other):
+        finish("mine", where=where)
+        first = experiment(where).tags[sweep.NOTE]
+        assert ": 1 run of 1 stack" in first
+        finish("mine", "linear", where=where)
+        assert experiment(where).tags[sweep.NOTE] == first
+        sweep.links(where, "mine")
+        assert ": 2 runs of 2 stacks" in experiment(where).tags[sweep.NOTE]
 
 
 def test_a_view_holds_the_runs_of_its_sweep_alone(uri, finish):
