@@ -18,8 +18,7 @@ from arch.encoder_decoder import EncoderDecoder
 from arch.language_model import LanguageModel
 from arch.stack import Stack
 from experiments.tasks.base import Item
-from mixers import registry
-from mixers.rope_scaling import KINDS
+from mixers import registry, rope_scaling
 
 Options = Mapping[str, Any]
 # In reports (analysis.extrapolation), beside the scalings.
@@ -56,16 +55,18 @@ class Evaluation:
         """The scalings, for a model built from `options` for rows of `trained` tokens; none where nothing turns.
 
         Raises:
-            ValueError: a scaling that `build` refuses.
+            ValueError: a scaling that is none, or that `build` refuses.
         """
-        if self.rope_scaling is None or not any(_turns(used) for stack in model.stacks for used in stack.used.values()):
-            return {}
-        for name, scaling in self.rope_scaling.items():
+        turns = any(_turns(used) for stack in model.stacks for used in stack.used.values())
+        for name, scaling in (self.rope_scaling or {}).items():
+            whole = filled(scaling, trained, trained)
             try:
-                build(scaled(options, model, filled(scaling, trained, trained)))
+                rope_scaling.scaling(whole)
+                if turns:
+                    build(scaled(options, model, whole))
             except ValueError as error:
                 raise ValueError(f"evaluate: rope_scaling.{name}: {error}") from error
-        return self.rope_scaling
+        return (self.rope_scaling or {}) if turns else {}
 
 
 def scaled(options: Options, model: LanguageModel, scaling: Options) -> dict[str, Any]:
@@ -80,9 +81,9 @@ def scaled(options: Options, model: LanguageModel, scaling: Options) -> dict[str
 def filled(scaling: Options, length: int, trained: int) -> dict[str, Any]:
     """A scaling with what it leaves out, for rows of `length` tokens after training on rows of `trained`."""
     named = scaling.get("rope_type")
-    if not isinstance(named, str) or named not in KINDS:
+    if not isinstance(named, str) or named not in rope_scaling.KINDS:
         return dict(scaling)
-    kind = KINDS[named]
+    kind = rope_scaling.KINDS[named]
     from_lengths = {"original_max_position_embeddings": trained}
     if not kind.by_length:
         from_lengths["factor"] = max(length / trained, 1.0)

@@ -178,5 +178,6 @@ def test_an_encoder_is_scaled_too():
     ],
 )
 def test_a_wrong_scaling_is_said_before_training(scaling, message):
-    with pytest.raises(ValueError, match=re.escape(message).replace(r"\.\*", ".*")):
-        plan("stack=mha", f"evaluate.rope_scaling={scaling}")
+    for stack in ("mha", "linear"):  # linear has no RoPE: nothing to scale, but no reason to let a slip pass
+        with pytest.raises(ValueError, match=re.escape(message).replace(r"\.\*", ".*")):
+            plan(f"stack={stack}", f"evaluate.rope_scaling={scaling}")
