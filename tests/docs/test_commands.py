@@ -15,7 +15,7 @@ from experiments import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-# A reader puts a name there, or registers the mixer first (tests/docs/test_add_a_mixer.py and test_is_my_mixer_right.py do).
+# A reader puts a name there, or registers the mixer first (as tests/docs/test_add_a_mixer.py does).
 BLANKS = re.compile(r"\.\.\.|KEY|HOST|FOLDER|NAME|TIME|\||\bfading\b|\bdecay\b|my_")
 
 
