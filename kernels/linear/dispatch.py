@@ -38,7 +38,7 @@ def _forward(
 
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, states: Tensor, ids: Ids | None, strict: bool,
-    dy: Tensor, dstate: Tensor, decay: bool,
+    y: Tensor | None, dy: Tensor, dstate: Tensor, decay: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
     from kernels.linear import triton_run
 

@@ -27,15 +27,18 @@ class Backward(Protocol):
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, states: Tensor, ids: Ids | None, strict: bool,
-        dy: Tensor, dstate: Tensor, decay: bool,
+        y: Tensor | None, dy: Tensor, dstate: Tensor, decay: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]: ...  # fmt: skip
 
 
-def causal_sum(name: str, forward: Forward, backward: Backward, chunk: Callable[[int], int]) -> Callable[..., Any]:
+def causal_sum(
+    name: str, forward: Forward, backward: Backward, chunk: Callable[[int], int], reads_output: bool = False
+) -> Callable[..., Any]:
     """The operator `mixerlab::name`; called as `frame.CausalSum`.
 
     Args:
         chunk: tokens a chunk of rows of a length.
+        reads_output: for the gradient of log_decay, backward wants y, which is None otherwise.
     """
 
     @torch.library.custom_op(f"mixerlab::{name}", mutates_args=())
@@ -70,11 +73,13 @@ def causal_sum(name: str, forward: Forward, backward: Backward, chunk: Callable[
         row: Tensor | None,
         before: Tensor | None,
         strict: bool,
+        y: Tensor | None,
         dy: Tensor,
         dstate: Tensor,
         decay: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        dq, dk, dv, found, dstate = backward(q, k, v, log_decay, states, _ids(row, before), strict, dy, dstate, decay)
+        ids = _ids(row, before)
+        dq, dk, dv, found, dstate = backward(q, k, v, log_decay, states, ids, strict, y, dy, dstate, decay)
         return dq, dk, dv, states.new_empty(0) if found is None else found, dstate
 
     @back.register_fake
@@ -86,11 +91,19 @@ def causal_sum(name: str, forward: Forward, backward: Backward, chunk: Callable[
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
         q, k, v, log_decay, _, row, before, ctx.strict = inputs
-        ctx.save_for_backward(q, k, v, log_decay, output[2], row, before)
+        y, state, states = output
+        ctx.like = y.shape, state.shape
+        wanted = reads_output and ctx.needs_input_grad[3]
+        ctx.save_for_backward(q, k, v, log_decay, states, row, before, y if wanted else None)
+        # Nobody differentiates the states, and zeros for them would be as many.
+        ctx.set_materialize_grads(False)
 
-    def differentiate(ctx: Any, dy: Tensor, dstate: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    def differentiate(ctx: Any, dy: Tensor | None, dstate: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         decay = ctx.needs_input_grad[3]
-        *grads, found, dstate = back(*ctx.saved_tensors, ctx.strict, dy, dstate, decay)
+        *inputs, y = ctx.saved_tensors
+        given = zip((dy, dstate), ctx.like, strict=True)
+        dy, dstate = (inputs[4].new_zeros(shape) if x is None else x for x, shape in given)
+        *grads, found, dstate = back(*inputs, ctx.strict, y, dy, dstate, decay)
         return *grads, found if decay else None, dstate, None, None, None
 
     run.register_autograd(backend.without_autocast(differentiate), setup_context=keep)

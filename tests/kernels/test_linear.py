@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels import backend, flops
-from kernels.linear import portable
+from kernels.linear import chunks, portable, weak
 from kernels.linear.op import linear_attention
 
 
@@ -143,6 +143,51 @@ def test_gradients_equal_those_of_the_recurrence(small_chunks, decay, normalise,
 
         for got, expected in zip(gradients("portable"), gradients("reference"), strict=True):
             assert torch.allclose(got, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_chunks_of_weak_and_of_strong_decay_go_together(monkeypatch, normalise, packed):
+    """Each chunk here is worked on in another way, to which the states before and after it must be the same."""
+    monkeypatch.setattr(portable, "CHUNK", 8)
+    monkeypatch.setattr(chunks, "AT_ONCE", 1)
+    monkeypatch.setattr(weak, "LIMIT", 3.5)
+    q, k, v = inputs(time=50, heads=4)
+    # A chunk that grows is strong, too.
+    steps = torch.tensor([0.4, 1.5, 8.0, 1.5, 0.4, -0.1, 0.4]).repeat_interleave(8)[:50, None]
+    log_decay = -(0.5 + 0.5 * torch.rand(2, 50, 4).double()) * steps
+    assert weak.pieces(portable._steps(log_decay, 2, 50, 8, 2)) == [1, 2, 0, 2, 1, 0, 1]
+    kv, z = torch.rand(2, 4, 5, 4).double(), torch.rand(2, 4, 5).double()
+    ids = torch.tensor([[1] * 13 + [2] * 14 + [3] * 23, [7] * 45 + [0] * 5])
+    part = dict(documents=ids, document=torch.tensor([1, 7])) if packed else {}
+    tensors = [t.requires_grad_() for t in (q[:, :, :2], k[:, :, :2], v, log_decay, kv, *([z] if normalise else []))]
+
+    def gradients(name):
+        options = dict(normalise=normalise, kv=kv, z=z if normalise else None, log_decay=log_decay, **part)
+        with backend.using(name):
+            outputs = [t for t in linear_attention(*tensors[:3], **options) if t is not None]
+        torch.manual_seed(0)
+        return [*outputs, *torch.autograd.grad(outputs, tensors, [torch.randn_like(t) for t in outputs])]
+
+    for got, expected in zip(gradients("portable"), gradients("reference"), strict=True):
+        assert (got - expected).norm() < 1e-12 * expected.norm()
+
+
+@pytest.mark.parametrize("step", [0.01, 1.24, 2.0, 2.1])
+def test_float32_is_exact_up_to_where_a_decay_is_strong(step):
+    """1.25 a token is what a whole chunk can be taken apart for, 2 half of one."""
+
+    def gradients(name, dtype):
+        torch.manual_seed(0)
+        q, k, v, weight = (torch.randn(1, 256, heads, 32).to(dtype).requires_grad_() for heads in (1, 1, 3, 3))
+        log_decay = torch.full((1, 256, 3), -step, dtype=dtype, requires_grad=True)
+        with backend.using(name):
+            y = linear_attention(q, k, v, log_decay=log_decay, normalise=False)[0]
+        return [y, *torch.autograd.grad((y * weight).sum(), (q, k, v, log_decay))]
+
+    truth = gradients("reference", torch.float64)
+    for got, expected in zip(gradients("portable", torch.float32), truth, strict=True):
+        assert (got - expected).norm() < 1e-5 * expected.norm()
 
 
 @pytest.mark.parametrize("time", [1, 63, 64, 65, 127, 1025])

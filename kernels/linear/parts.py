@@ -1,0 +1,119 @@
+"""What `weak` and `strong` share: rows and a few chunks of them, and what their tokens see.
+
+n chunks of C tokens; batch B, G groups, P = B G; H heads, r = H / G of a group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from kernels.linear.frame import Ids
+
+
+@dataclass(frozen=True)
+class Place:
+    """Some chunks of rows of whole chunks: those `at`, of `size` tokens; G groups of heads."""
+
+    size: int
+    at: slice
+    groups: int
+
+    def keys(self, x: Tensor) -> Tensor:
+        """A view [n, B, G, C, K] of [B, T, G, K]."""
+        return rearrange(x, "b (n c) g k -> n b g c k", c=self.size)[self.at]
+
+    def values(self, x: Tensor) -> Tensor:
+        """A view [n, B, G, C, r, V] of [B, T, H, V], or without V."""
+        return rearrange(x, "b (n c) (g r) ... -> n b g c r ...", c=self.size, g=self.groups)[self.at]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Inputs of whole rows, or of a few chunks as views of these; or their gradients.
+
+    Attributes:
+        q, k: [B, T, G, K]; of chunks [n, B, G, C, K].
+        v: [B, T, H, V]; of chunks [n, B, G, C, r, V].
+        steps: [B, T, H] log-decays, where their gradient is wanted; of chunks [n, B, G, C, r].
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    steps: Tensor | None = None
+
+    def of(self, place: Place) -> Rows:
+        """Of some chunks."""
+        steps = None if self.steps is None else place.values(self.steps)
+        return Rows(place.keys(self.q), place.keys(self.k), place.values(self.v), steps)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Who sees whom of the tokens before; None where everybody does.
+
+    Attributes:
+        strict: a token does not see itself.
+        same: [n, P, C (i), C (j)] 1 where both are of one document.
+        starts: [n, P, C, 1] 1 where a token is of that of the state before the chunk.
+        ends: [n, P, C, 1] 1 where it is of that of the state after.
+        kept: [n, P, 1, 1] 1 where both states are of one.
+    """
+
+    strict: bool
+    same: Tensor | None = None
+    starts: Tensor | None = None
+    ends: Tensor | None = None
+    kept: Tensor | None = None
+
+    @classmethod
+    def of(cls, strict: bool, ids: Ids | None, place: Place, kind: torch.dtype) -> Seen:
+        """A state belongs to one document."""
+        if ids is None:
+            return cls(strict)
+        every = rearrange(ids.row, "b (n c) -> n b c", c=place.size)
+        before = torch.cat([ids.before[None], every[:-1, :, -1]])[place.at].repeat_interleave(place.groups, 1)
+        own = every[place.at].repeat_interleave(place.groups, 1)
+        last = own[..., -1]
+        same = (own[..., :, None] == own[..., None, :]).to(kind)
+        starts, ends = ((own == id[..., None])[..., None].to(kind) for id in (before, last))
+        return cls(strict, same, starts, ends, (before == last)[..., None, None].to(kind))
+
+    def hide_(self, x: Tensor, heads: bool = False) -> Tensor:
+        """0 where token i does not see j, in place; x is [n, P, C, C], with `heads` [n, P, r, C, C]."""
+        x.tril_(-1 if self.strict else 0)
+        if self.same is None:
+            return x
+        return x.mul_(self.same[:, :, None] if heads else self.same)
+
+
+def load(x: Tensor, kind: torch.dtype, factor: Tensor | None = None) -> Tensor:
+    """[n, B, G, ...] -> [n, P, ...], contiguous, of the dtype to compute in, times a factor [n, P, ...]."""
+    if factor is None:
+        return x.flatten(1, 2).to(kind).contiguous()
+    out = x.new_empty(x.shape, dtype=kind)
+    return torch.mul(x, factor.unflatten(1, x.shape[1:3]), out=out).flatten(1, 2)
+
+
+def store(x: Tensor, view: Tensor, factor: Tensor | None = None) -> None:
+    """The way back."""
+    x = x.unflatten(1, view.shape[1:3])
+    if factor is None:
+        view.copy_(x)
+    else:
+        torch.mul(x, factor.unflatten(1, view.shape[1:3]), out=view)
+
+
+def scaled(x: Tensor, factor: Tensor | None) -> Tensor:
+    """x times the factor, where there is one."""
+    return x if factor is None else x * factor
+
+
+def plus(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """x + a @ b, in place; equal leading dimensions."""
+    x.flatten(0, -3).baddbmm_(a.flatten(0, -3), b.flatten(0, -3))
+    return x
