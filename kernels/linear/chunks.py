@@ -63,6 +63,7 @@ class Chunks:
         batch, time, heads, _ = self.rows.v.shape
         several, count = max(1, AT_ONCE // (batch * heads)), time // self.size
         pieces = [1] if self.steps is None else weak.pieces(self.steps)
+        scales: dict[int, weak.Scales] = {}
         starts = range(0, count, several)
         for start in reversed(starts) if reverse else starts:
             at = slice(start, min(start + several, count))
@@ -70,8 +71,11 @@ class Chunks:
             is_weak, many = min(pieces[own]) > 0, max(1, *pieces[own])
             place = Place(self.size // many, slice(at.start * many, at.stop * many), self.rows.q.shape[2])
             rows, seen = self.rows.of(place), Seen.of(self.strict, self.ids, place, self.kind)
-            steps = None if self.steps is None else self.steps[own]
-            if steps is None or is_weak:
-                yield at, place, weak.Part.of(rows, seen, steps, many, self.kind)
-            else:
-                yield at, place, strong.Part.of(rows, seen, steps, self.kind)
+            if self.steps is not None and not is_weak:
+                yield at, place, strong.Part.of(rows, seen, self.steps[own], self.kind)
+                continue
+            if self.steps is not None and many not in scales:
+                steps = self.steps.expand(count, -1, -1, -1).unflatten(-1, (many, -1))
+                scales[many] = weak.Scales.of(steps.movedim(3, 1).flatten(0, 1), several * many, self.kind)
+            found = scales[many].at(place.at) if many in scales else weak.Scales()
+            yield at, place, weak.Part.of(rows, seen, found, many, self.kind)

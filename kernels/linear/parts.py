@@ -24,11 +24,12 @@ class Place:
 
     def keys(self, x: Tensor) -> Tensor:
         """A view [n, B, G, C, K] of [B, T, G, K]."""
-        return rearrange(x, "b (n c) g k -> n b g c k", c=self.size)[self.at]
+        return x.view(x.shape[0], -1, self.size, *x.shape[2:]).permute(1, 0, 3, 2, 4)[self.at]
 
     def values(self, x: Tensor) -> Tensor:
         """A view [n, B, G, C, r, V] of [B, T, H, V], or without V."""
-        return rearrange(x, "b (n c) (g r) ... -> n b g c r ...", c=self.size, g=self.groups)[self.at]
+        view = x.view(x.shape[0], -1, self.size, self.groups, x.shape[2] // self.groups, *x.shape[3:])
+        return view.permute(1, 0, 3, 2, 4, *range(5, view.dim()))[self.at]
 
 
 @dataclass(frozen=True)
@@ -83,25 +84,24 @@ class Seen:
         starts, ends = ((own == id[..., None])[..., None].to(kind) for id in (before, last))
         return cls(strict, same, starts, ends, (before == last)[..., None, None].to(kind))
 
-    def hide_(self, x: Tensor, heads: bool = False) -> Tensor:
-        """0 where token i does not see j, in place; x is [n, P, C, C], with `heads` [n, P, r, C, C]."""
+    def hide_(self, x: Tensor) -> Tensor:
+        """0 where token i does not see j, in place; x [n, P, r, C, C], or with fewer dimensions before the last two."""
         x.tril_(-1 if self.strict else 0)
-        if self.same is None:
-            return x
-        return x.mul_(self.same[:, :, None] if heads else self.same)
+        if self.same is not None:
+            x.view(*self.same.shape[:2], -1, *x.shape[-2:]).mul_(self.same[:, :, None])
+        return x
 
 
 def load(x: Tensor, kind: torch.dtype, factor: Tensor | None = None) -> Tensor:
-    """[n, B, G, ...] -> [n, P, ...], contiguous, of the dtype to compute in, times a factor [n, P, ...]."""
+    """[n, B, G, ...], contiguous, of the dtype to compute in, times a factor [n, P, ...]."""
     if factor is None:
-        return x.flatten(1, 2).to(kind).contiguous()
-    out = x.new_empty(x.shape, dtype=kind)
-    return torch.mul(x, factor.unflatten(1, x.shape[1:3]), out=out).flatten(1, 2)
+        return x.to(kind).contiguous()
+    return torch.mul(x, factor.unflatten(1, x.shape[1:3]), out=x.new_empty(x.shape, dtype=kind))
 
 
 def store(x: Tensor, view: Tensor, factor: Tensor | None = None) -> None:
-    """The way back."""
-    x = x.unflatten(1, view.shape[1:3])
+    """The way back; x may have its dimensions otherwise."""
+    x = x.reshape(view.shape)
     if factor is None:
         view.copy_(x)
     else:
@@ -111,9 +111,3 @@ def store(x: Tensor, view: Tensor, factor: Tensor | None = None) -> None:
 def scaled(x: Tensor, factor: Tensor | None) -> Tensor:
     """x times the factor, where there is one."""
     return x if factor is None else x * factor
-
-
-def plus(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """x + a @ b, in place; equal leading dimensions."""
-    x.flatten(0, -3).baddbmm_(a.flatten(0, -3), b.flatten(0, -3))
-    return x

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.linear.parts import Rows, Seen, load, plus, scaled, store
+from kernels.linear.parts import Rows, Seen, load, scaled, store
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Factors:
         # Hidden before the exponential, which would overflow there, and after it.
         if seen.same is not None:
             between = between.expand(len(seen.same), *between.shape[1:]).clone()
-        inside = seen.hide_(between.exp_(), heads=True)
+        inside = seen.hide_(between.exp_())
         query, key = coarse.exp()[..., None], (since[..., -1:] - since).to(kind).exp()[..., None]
         starts, ends, kept = (t if t is None else t[:, :, None] for t in (seen.starts, seen.ends, seen.kept))
         return cls(inside, scaled(query, starts), scaled(key, ends), scaled(query[..., -1:, :], kept))
@@ -59,7 +59,8 @@ class Part:
     @classmethod
     def of(cls, rows: Rows, seen: Seen, steps: Tensor, kind: torch.dtype) -> Part:
         """Heads first; steps [n or 1, P, r, C]."""
-        q, k, v = load(rows.q, kind)[:, :, None], load(rows.k, kind)[:, :, None], turned(load(rows.v, kind))
+        q, k = (load(x, kind).flatten(1, 2)[:, :, None] for x in (rows.q, rows.k))
+        v = turned(load(rows.v, kind).flatten(1, 2))
         return cls(q, k, v, Factors.of(steps, seen, kind))
 
     def forward(self, state: Tensor, y: Tensor, kept: Tensor) -> Tensor:
@@ -74,7 +75,7 @@ class Part:
     def backward(self, kept: Tensor, y: Tensor | None, dy: Tensor, dstate: Tensor, grads: Rows) -> Tensor:
         """As `weak.Part.backward`."""
         q, k, v, factors = self.q, self.k, self.v, self.factors
-        dy, before = turned(load(dy, v.dtype)), turned(kept)
+        dy, before = turned(load(dy, v.dtype).flatten(1, 2)), turned(kept)
         late, early = q * factors.query, k * factors.key
         after, dstate = scan(late.mT @ dy, factors.keep, dstate.transpose(1, 2), reverse=True)
         weights = q @ k.mT * factors.inside
@@ -89,6 +90,12 @@ class Part:
         store(plus(dlate.mul_(factors.query).sum(2), dscores, k[:, :, 0]), grads.q)
         store(plus(dearly.mul_(factors.key).sum(2), dscores.mT, q[:, :, 0]), grads.k)
         return dstate.transpose(1, 2)
+
+
+def plus(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """x + a @ b, in place; equal leading dimensions."""
+    x.flatten(0, -3).baddbmm_(a.flatten(0, -3), b.flatten(0, -3))
+    return x
 
 
 def scan(added: Tensor, keep: Tensor, state: Tensor, reverse: bool = False) -> tuple[Tensor, Tensor]:

@@ -7,14 +7,13 @@ them at once. A chunk whose decay is too strong for that is cut in pieces, which
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from einops import rearrange
 from torch import Tensor
-from torch.nn.functional import pad
 
-from kernels.linear.parts import Rows, Seen, load, plus, scaled, store
+from kernels.linear.parts import Rows, Seen, load, scaled, store
 
 # Of c - m: its exponential is 2e17, and the product of two of them is no denormal number of float32.
 LIMIT = 40.0
@@ -42,7 +41,7 @@ class Scales:
     Attributes:
         read: [n, P, C, r, 1] exp(c_i - m), of what token i reads.
         write: [n, P, C, r, 1] exp(m - c_j), of what token j writes.
-        first: [P, 1, r, 1] exp(m) of the first chunk, of the state before it.
+        first: [n, P, 1, r, 1] exp(m), of the state before a chunk.
         keep: [n, P, 1, r, 1] exp(c_C - m + m'), of what a chunk leaves, where the next one reads it; m' is its m.
     """
 
@@ -52,23 +51,27 @@ class Scales:
     keep: Tensor | None = None
 
     @classmethod
-    def of(cls, steps: Tensor, kind: torch.dtype) -> Scales:
-        """From the log-decays [n, P, r, C] of each token."""
+    def of(cls, steps: Tensor, every: int, kind: torch.dtype) -> Scales:
+        """From the log-decays [n, P, r, C] of each token; m' is 0 after `every` chunks, where the state is as it is."""
         # In float64, for the differences.
         since = steps.double().cumsum(-1).transpose(2, 3)
         end = since[:, :, -1:]
         middle = end / 2
-        # Behind the last, the state is left as it is.
-        after = pad(middle[1:], (0, 0, 0, 0, 0, 0, 0, 1))
-        logs = since - middle, middle - since, middle[0], end - middle + after
+        after = torch.cat([middle[1:], torch.zeros_like(middle[:1])])
+        after[every - 1 :: every] = 0
+        logs = since - middle, middle - since, middle, end - middle + after
         return cls(*(log.exp().to(kind)[..., None] for log in logs))
+
+    def at(self, at: slice) -> Scales:
+        """Of some chunks."""
+        return Scales(*(x if x is None else x[at] for x in (self.read, self.write, self.first, self.keep)))
 
 
 @dataclass(frozen=True)
 class Part:
-    """A few chunks, ready for products: q, k [n, P, C, K]; v [n, P, C, r, V], scaled.
+    """A few chunks (`count`), ready for products: N = n P, q, k [N, C, K]; v [N, C, r V], scaled.
 
-    States of its chunks, [n, P, K, r, V], are exp(m) times what they are at the edges; one is kept for all pieces.
+    Between its chunks a state, [n, P, K, r, V], is exp(m) times what it is at the edges. One is kept for all pieces.
     """
 
     q: Tensor
@@ -76,27 +79,24 @@ class Part:
     v: Tensor
     seen: Seen
     scales: Scales
+    count: int
     pieces: int
 
     @classmethod
-    def of(cls, rows: Rows, seen: Seen, steps: Tensor | None, pieces: int, kind: torch.dtype) -> Part:
-        """What tokens write is scaled on the way; steps [n or 1, P, r, C] of whole chunks."""
-        scales = Scales()
-        if steps is not None:
-            steps = steps.expand(len(rows.q) // pieces, -1, -1, -1)
-            scales = Scales.of(rearrange(steps, "n p r (m c) -> (n m) p r c", m=pieces), kind)
+    def of(cls, rows: Rows, seen: Seen, scales: Scales, pieces: int, kind: torch.dtype) -> Part:
+        """What tokens write is scaled on the way."""
         q, k, v = load(rows.q, kind), load(rows.k, kind), load(rows.v, kind, scales.write)
-        return cls(q, k, v, seen, scales, pieces)
+        return cls(q.flatten(0, 2), k.flatten(0, 2), v.flatten(0, 2).flatten(2), seen, scales, len(rows.q), pieces)
 
     def forward(self, state: Tensor, y: Tensor, kept: Tensor) -> Tensor:
         """The state after it [P, K, r, V]; fills y, and a state a chunk."""
-        states = kept if self.pieces == 1 else kept.new_empty(len(self.q), *kept.shape[1:])
-        last = self._scan(scaled(state, self.scales.first), states)
+        scales = self.scales
+        states = kept if self.pieces == 1 else kept.new_empty(self.count, *kept.shape[1:])
+        last = self._scan(scaled(state, self._first()), states)
         if self.pieces > 1:
             kept.copy_(states[:: self.pieces])
-        read = columns(self._scores(), self.v)
-        plus(read.flatten(-2), scaled(self.q, self.seen.starts), states.flatten(-2))
-        store(read, y, self.scales.read)
+        read = (self._scores() @ self.v).baddbmm_(self._asking(), _wide(states))
+        store(read, y, scales.read)
         return last
 
     def backward(self, kept: Tensor, y: Tensor | None, dy: Tensor, dstate: Tensor, grads: Rows) -> Tensor:
@@ -104,52 +104,71 @@ class Part:
         q, k, v, scales, seen = self.q, self.k, self.v, self.scales, self.seen
         states = kept
         if self.pieces > 1:
-            states = kept.new_empty(len(q), *kept.shape[1:])
+            states = kept.new_empty(self.count, *kept.shape[1:])
             self._scan(kept[0], states)
-        late = load(dy, v.dtype, scales.read)
-        dstates, after = self._scan_back(columns(scaled(q, seen.starts).mT, late), dstate)
-        dv = columns(self._scores().mT, late)
-        plus(dv.flatten(-2), scaled(k, seen.ends), after.flatten(-2))
+        late = load(dy, v.dtype, scales.read).view(v.shape)
+        dstates, after = self._scan_back((self._asking().mT @ late).view(states.shape), dstate)
+        dv = (self._scores().mT @ late).baddbmm_(self._offering(), _wide(after))
         store(dv, grads.v, scales.write)
         if grads.steps is not None and y is not None:
             # By how much a token's reads, and its writes, are scaled.
-            reads, writes = load((dy * y).sum(-1), v.dtype), dv.mul_(v).sum(-1)
-            store(_step_gradient(reads, writes, (dstates * states).sum((2, 4))), grads.steps)
-        v, late = v.flatten(-2), late.flatten(-2)
+            reads, writes = (dy * y).sum(-1), dv.mul_(v).view(dy.shape).sum(-1)
+            held = (dstates * states).sum((2, 4))
+            store(_step_gradient(reads.flatten(1, 2), writes.flatten(1, 2), held), grads.steps)
         dscores = seen.hide_(late @ v.mT)
-        store(plus(scaled(late @ states.flatten(-2).mT, seen.starts), dscores, k), grads.q)
-        store(plus(scaled(v @ after.flatten(-2).mT, seen.ends), dscores.mT, q), grads.k)
-        return scaled(dstates[0], scales.first)
-
+        dq = scaled(late @ _wide(states).mT, _flat(seen.starts)).baddbmm_(dscores, k)
+        dk = scaled(v @ _wide(after).mT, _flat(seen.ends)).baddbmm_(dscores.mT, q)
+        store(dq, grads.q)
+        store(dk, grads.k)
+        return scaled(dstates[0], self._first())
     def _scores(self) -> Tensor:
         return self.seen.hide_(self.q @ self.k.mT)
 
+    def _asking(self) -> Tensor:
+        """Queries of the state before."""
+        return scaled(self.q, _flat(self.seen.starts))
+
+    def _offering(self) -> Tensor:
+        """Keys in the state after."""
+        return scaled(self.k, _flat(self.seen.ends))
+
+    def _first(self) -> Tensor | None:
+        return None if self.scales.first is None else self.scales.first[0]
+
     def _scan(self, state: Tensor, states: Tensor) -> Tensor:
         """The state after all chunks; fills those before each."""
-        kept, keep = self.seen.kept, self.scales.keep
-        for i, more in enumerate(columns(scaled(self.k, self.seen.ends).mT, self.v).unbind()):
-            states[i] = state
-            state = more.add_(state if kept is None else state * kept[i, ..., None])
+        added = (self._offering().mT @ self.v).view(states.shape)
+        for before, more, kept, keep in zip(states.unbind(), added.unbind(), *self._kept(), strict=True):
+            before.copy_(state)
+            state = more.add_(scaled(state, kept))
             if keep is not None:
-                state.mul_(keep[i])
+                state.mul_(keep)
         return state
 
     def _scan_back(self, added: Tensor, dstate: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of the state before each chunk, in place of what its tokens add to them, and of what it writes."""
-        kept, keep = self.seen.kept, self.scales.keep
         after = torch.empty_like(added)
-        for i in reversed(range(len(added))):
-            if keep is None:
-                after[i] = dstate
-            else:
-                torch.mul(dstate, keep[i], out=after[i])
-            dstate = added[i].add_(after[i] if kept is None else after[i] * kept[i, ..., None])
+        chunks = list(zip(after.unbind(), added.unbind(), *self._kept(), strict=True))
+        for later, more, kept, keep in reversed(chunks):
+            later.copy_(scaled(dstate, keep))
+            dstate = more.add_(scaled(later, kept))
         return added, after
 
+    def _kept(self) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
+        """Is the state before a chunk of the document of the one after; what is kept of both at its end."""
+        kept, keep = self.seen.kept, self.scales.keep
+        nothing = [None] * self.count
+        return nothing if kept is None else kept[..., None].unbind(), nothing if keep is None else keep.unbind()
 
-def columns(a: Tensor, b: Tensor) -> Tensor:
-    """a [n, P, i, j] @ b [n, P, j, r, V], of all heads at once."""
-    return (a @ b.flatten(-2)).unflatten(-1, b.shape[-2:])
+
+def _flat(x: Tensor | None) -> Tensor | None:
+    """[n, P, ...] -> [N, ...]."""
+    return None if x is None else x.flatten(0, 1)
+
+
+def _wide(states: Tensor) -> Tensor:
+    """[n, P, K, r, V] -> [N, K, r V]."""
+    return states.flatten(0, 1).flatten(2)
 
 
 def _step_gradient(reads: Tensor, writes: Tensor, states: Tensor) -> Tensor:
