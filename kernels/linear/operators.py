@@ -11,24 +11,25 @@ from torch import Tensor
 from kernels import backend
 from kernels.linear.frame import Ids
 
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 class Forward(Protocol):
     """y [B, T, H, V], the state after the last token [B, H, K, V] and those before each chunk [n, B G, K, H / G, V]."""
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, state: Tensor, ids: Ids | None, strict: bool
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, gain: Tensor | None, state: Tensor,
+        ids: Ids | None, strict: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 
 
 class Backward(Protocol):
-    """Gradients of q, k, v, log_decay (None where not wanted) and the state."""
+    """Gradients of q, k, v, log_decay and gain (None where not wanted) and the state."""
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, states: Tensor, ids: Ids | None, strict: bool,
-        y: Tensor | None, dy: Tensor, dstate: Tensor, decay: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]: ...  # fmt: skip
+        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, gain: Tensor | None, states: Tensor,
+        ids: Ids | None, strict: bool, y: Tensor | None, dy: Tensor, dstate: Tensor, decay: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]: ...  # fmt: skip
 
 
 def causal_sum(
@@ -47,16 +48,17 @@ def causal_sum(
         k: Tensor,
         v: Tensor,
         log_decay: Tensor | None,
+        gain: Tensor | None,
         state: Tensor,
         row: Tensor | None,
         before: Tensor | None,
         strict: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return forward(q, k, v, log_decay, state, _ids(row, before), strict)
+        return forward(q, k, v, log_decay, gain, state, _ids(row, before), strict)
 
     @run.register_fake
     def _(
-        q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, state: Tensor, *options: Any
+        q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, gain: Tensor | None, state: Tensor, *options: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         batch, time, groups, width = q.shape
         share, chunks = v.shape[2] // groups, -(-time // chunk(time))
@@ -69,6 +71,7 @@ def causal_sum(
         k: Tensor,
         v: Tensor,
         log_decay: Tensor | None,
+        gain: Tensor | None,
         states: Tensor,
         row: Tensor | None,
         before: Tensor | None,
@@ -77,24 +80,28 @@ def causal_sum(
         dy: Tensor,
         dstate: Tensor,
         decay: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        ids = _ids(row, before)
-        dq, dk, dv, found, dstate = backward(q, k, v, log_decay, states, ids, strict, y, dy, dstate, decay)
-        return dq, dk, dv, states.new_empty(0) if found is None else found, dstate
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        found = backward(q, k, v, log_decay, gain, states, _ids(row, before), strict, y, dy, dstate, decay)
+        dq, dk, dv, *more, dstate = found
+        dlog_decay, dgain = (states.new_empty(0) if x is None else x for x in more)
+        return dq, dk, dv, dlog_decay, dgain, dstate
 
     @back.register_fake
-    def _(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, states: Tensor, *options: Any) -> Gradients:
+    def _(
+        q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, gain: Tensor | None, states: Tensor, *options: Any
+    ) -> Gradients:
         dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
         dstate, decay = options[-2:]
-        empty = states.new_empty(0) if log_decay is None or not decay else log_decay.new_empty(log_decay.shape)
-        return dq, dk, dv, empty, dstate.new_empty(dstate.shape)
+        wanted = (log_decay if decay else None), gain
+        dlog_decay, dgain = (states.new_empty(0) if x is None else x.new_empty(x.shape) for x in wanted)
+        return dq, dk, dv, dlog_decay, dgain, dstate.new_empty(dstate.shape)
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        q, k, v, log_decay, _, row, before, ctx.strict = inputs
+        q, k, v, log_decay, gain, _, row, before, ctx.strict = inputs
         y, state, states = output
         ctx.like = y.shape, state.shape
         wanted = reads_output and ctx.needs_input_grad[3]
-        ctx.save_for_backward(q, k, v, log_decay, states, row, before, y if wanted else None)
+        ctx.save_for_backward(q, k, v, log_decay, gain, states, row, before, y if wanted else None)
         # Nobody differentiates the states, and zeros for them would be as many.
         ctx.set_materialize_grads(False)
 
@@ -102,17 +109,19 @@ def causal_sum(
         decay = ctx.needs_input_grad[3]
         *inputs, y = ctx.saved_tensors
         given = zip((dy, dstate), ctx.like, strict=True)
-        dy, dstate = (inputs[4].new_zeros(shape) if x is None else x for x, shape in given)
-        *grads, found, dstate = back(*inputs, ctx.strict, y, dy, dstate, decay)
-        return *grads, found if decay else None, dstate, None, None, None
+        dy, dstate = (inputs[5].new_zeros(shape) if x is None else x for x, shape in given)
+        *grads, dlog_decay, dgain, dstate = back(*inputs, ctx.strict, y, dy, dstate, decay)
+        gains = inputs[4] is not None
+        return *grads, dlog_decay if decay else None, dgain if gains else None, dstate, None, None, None
 
     run.register_autograd(backend.without_autocast(differentiate), setup_context=keep)
 
     def call(
-        q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, state: Tensor, ids: Ids | None, strict: bool
-    ) -> tuple[Tensor, Tensor]:
+        q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, gain: Tensor | None, state: Tensor,
+        ids: Ids | None, strict: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         row, before = (None, None) if ids is None else (ids.row, ids.before)
-        y, state, _ = run(q, k, v, log_decay, state, row, before, strict)
+        y, state, _ = run(q, k, v, log_decay, gain, state, row, before, strict)
         return y, state
 
     return call

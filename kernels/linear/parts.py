@@ -39,18 +39,20 @@ class Rows:
     Attributes:
         q, k: [B, T, G, K]; of chunks [n, B, G, C, K].
         v: [B, T, H, V]; of chunks [n, B, G, C, r, V].
-        steps: [B, T, H] log-decays, where their gradient is wanted; of chunks [n, B, G, C, r].
+        gain: [B, T, H] of v; of chunks [n, B, G, C, r].
+        steps: as gain, the gradient of log-decays, where it is wanted.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
+    gain: Tensor | None = None
     steps: Tensor | None = None
 
     def of(self, place: Place) -> Rows:
         """Of some chunks."""
-        steps = None if self.steps is None else place.values(self.steps)
-        return Rows(place.keys(self.q), place.keys(self.k), place.values(self.v), steps)
+        more = (None if x is None else place.values(x) for x in (self.gain, self.steps))
+        return Rows(place.keys(self.q), place.keys(self.k), place.values(self.v), *more)
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,16 @@ def store(x: Tensor, view: Tensor, factor: Tensor | None = None) -> None:
         torch.mul(x, factor.unflatten(1, view.shape[1:3]), out=view)
 
 
+def gain(rows: Rows, kind: torch.dtype) -> Tensor | None:
+    """That of some chunks [n, P, C, r, 1]."""
+    return None if rows.gain is None else rows.gain.flatten(1, 2).to(kind)[..., None]
+
+
 def scaled(x: Tensor, factor: Tensor | None) -> Tensor:
     """x times the factor, where there is one."""
     return x if factor is None else x * factor
+
+
+def product(x: Tensor | None, y: Tensor | None) -> Tensor | None:
+    """x times y; None is 1."""
+    return y if x is None else scaled(x, y)

@@ -17,11 +17,14 @@ from kernels.linear.parts import Rows
 CHUNK = 64
 
 
-def linear_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, alone: bool = False, **options: Any) -> tuple:
-    """As `reference.linear_attention`; for a single token, or nothing at all, the recurrence itself."""
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, gain: Tensor | None = None, alone: bool = False, **options: Any
+) -> tuple:
+    """As `reference.linear_attention`, of v times gain [B, T, H]; for one token, or none, the recurrence itself."""
     if causal and (q.shape[1] <= 1 or not q.numel() or not v.numel()):
+        v = v if gain is None else gain[..., None] * v
         return reference.linear_attention(q, k, v, causal=True, **options)
-    return attend(_causal_sum, q, k, v, **options)
+    return attend(_causal_sum, q, k, v, gain=gain, **options)
 
 
 def _chunk(time: int) -> int:
@@ -29,10 +32,11 @@ def _chunk(time: int) -> int:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, state: Tensor, ids: Ids | None, strict: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, gain: Tensor | None, state: Tensor,
+    ids: Ids | None, strict: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """See `operators.Forward`."""
-    parts = _chunks(q, k, v, log_decay, ids, strict, state.dtype)
+    parts = _chunks(q, k, v, log_decay, gain, ids, strict, state.dtype)
     y = _whole(v, parts.size, state.dtype)
     states = state.new_empty(*_grid(q), q.shape[3], v.shape[2] // q.shape[2], v.shape[3])
     state = parts.forward(_grouped(state, q), y, states)
@@ -40,30 +44,33 @@ def _forward(
 
 
 def _backward(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, states: Tensor, ids: Ids | None, strict: bool,
-    y: Tensor | None, dy: Tensor, dstate: Tensor, decay: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, gain: Tensor | None, states: Tensor,
+    ids: Ids | None, strict: bool, y: Tensor | None, dy: Tensor, dstate: Tensor, decay: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
     """See `operators.Backward`."""
-    parts = _chunks(q, k, v, log_decay, ids, strict, states.dtype)
-    size, found = parts.size, None
-    steps = _whole(v[..., 0], size, states.dtype) if decay else None
-    grads = Rows(_whole(q, size, q.dtype), _whole(k, size, k.dtype), _whole(v, size, v.dtype), steps)
+    parts = _chunks(q, k, v, log_decay, gain, ids, strict, states.dtype)
+    size, kind, found = parts.size, states.dtype, None
+    steps, dgain = (_whole(v[..., 0], size, kind) if wanted else None for wanted in (decay, gain is not None))
+    grads = Rows(_whole(q, size, q.dtype), _whole(k, size, k.dtype), _whole(v, size, v.dtype), dgain, steps)
     y = None if y is None else _filled(y, size)
     dstate = parts.backward(states, y, _filled(dy, size), _grouped(dstate, q), grads)
     if steps is not None and log_decay is not None:
         found = steps[:, : q.shape[1]].sum_to_size(log_decay.shape).to(log_decay.dtype).contiguous()
-    return _like(grads.q, q), _like(grads.k, k), _like(grads.v, v), found, _by_heads(dstate, q)
+    if dgain is not None and gain is not None:
+        dgain = _like(dgain.to(gain.dtype), q)
+    return _like(grads.q, q), _like(grads.k, k), _like(grads.v, v), found, dgain, _by_heads(dstate, q)
 
 
 _causal_sum = operators.causal_sum("linear_attention_portable", _forward, _backward, _chunk, reads_output=True)
 
 
 def _chunks(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, ids: Ids | None, strict: bool, kind: torch.dtype
-) -> Chunks:
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, gain: Tensor | None, ids: Ids | None, strict: bool,
+    kind: torch.dtype,
+) -> Chunks:  # fmt: skip
     """Zeros at the end of rows that are not whole chunks add nothing to the state."""
     (batch, time, groups, _), size = q.shape, _chunk(q.shape[1])
-    rows = Rows(_filled(q, size), _filled(k, size), _filled(v, size))
+    rows = Rows(_filled(q, size), _filled(k, size), _filled(v, size), None if gain is None else _filled(gain, size))
     steps = None if log_decay is None else _steps(log_decay.to(kind), batch, time, size, groups)
     if ids is not None:
         ids = Ids(torch.cat([ids.row, ids.row[:, -1:].expand(-1, -time % size)], 1), ids.before)
@@ -76,8 +83,8 @@ def _grid(q: Tensor) -> tuple[int, int]:
 
 
 def _filled(x: Tensor, size: int) -> Tensor:
-    """[B, T, H, V], T of whole chunks."""
-    return pad(x, (0, 0, 0, 0, 0, -x.shape[1] % size)) if x.shape[1] % size else x
+    """[B, T, ...] with zeros, up to whole chunks."""
+    return pad(x, (0, 0) * (x.dim() - 2) + (0, -x.shape[1] % size)) if x.shape[1] % size else x
 
 
 def _whole(like: Tensor, size: int, kind: torch.dtype) -> Tensor:

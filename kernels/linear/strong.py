@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.linear.parts import Rows, Seen, load, scaled, store
+from kernels.linear.parts import Rows, Seen, gain, load, scaled, store
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,17 @@ class Part:
     q: Tensor
     k: Tensor
     v: Tensor
+    raw: Tensor
+    gain: Tensor | None
     factors: Factors
 
     @classmethod
     def of(cls, rows: Rows, seen: Seen, steps: Tensor, kind: torch.dtype) -> Part:
         """Heads first; steps [n or 1, P, r, C]."""
         q, k = (load(x, kind).flatten(1, 2)[:, :, None] for x in (rows.q, rows.k))
-        v = turned(load(rows.v, kind).flatten(1, 2))
-        return cls(q, k, v, Factors.of(steps, seen, kind))
+        own = gain(rows, kind)
+        v = turned(load(rows.v, kind, own).flatten(1, 2))
+        return cls(q, k, v, rows.v, own, Factors.of(steps, seen, kind))
 
     def forward(self, state: Tensor, y: Tensor, kept: Tensor) -> Tensor:
         """As `weak.Part.forward`."""
@@ -79,7 +82,10 @@ class Part:
         late, early = q * factors.query, k * factors.key
         after, dstate = scan(late.mT @ dy, factors.keep, dstate.transpose(1, 2), reverse=True)
         weights = q @ k.mT * factors.inside
-        store(plus(weights.mT @ dy, early, after).transpose(2, 3), grads.v)
+        dv = plus(weights.mT @ dy, early, after).transpose(2, 3)
+        store(dv, grads.v, self.gain)
+        if grads.gain is not None:
+            store((dv.unflatten(1, self.raw.shape[1:3]) * self.raw).sum(-1), grads.gain)
         dweights, dlate, dearly = dy @ v.mT, dy @ before.mT, v @ after.mT
         if grads.steps is not None:
             # In place of what is not needed again.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.linear.parts import Rows, Seen, load, scaled, store
+from kernels.linear.parts import Rows, Seen, gain, load, product, scaled, store
 
 # Of c - m: its exponential is 2e17, and the product of two of them is no denormal number of float32.
 LIMIT = 40.0
@@ -77,6 +77,8 @@ class Part:
     q: Tensor
     k: Tensor
     v: Tensor
+    raw: Tensor
+    write: Tensor | None
     seen: Seen
     scales: Scales
     count: int
@@ -85,8 +87,10 @@ class Part:
     @classmethod
     def of(cls, rows: Rows, seen: Seen, scales: Scales, pieces: int, kind: torch.dtype) -> Part:
         """What tokens write is scaled on the way."""
-        q, k, v = load(rows.q, kind), load(rows.k, kind), load(rows.v, kind, scales.write)
-        return cls(q.flatten(0, 2), k.flatten(0, 2), v.flatten(0, 2).flatten(2), seen, scales, len(rows.q), pieces)
+        write = product(scales.write, gain(rows, kind))
+        q, k, v = load(rows.q, kind), load(rows.k, kind), load(rows.v, kind, write)
+        q, k, v = (x.flatten(0, 2) for x in (q, k, v))
+        return cls(q, k, v.flatten(2), rows.v, write, seen, scales, len(rows.q), pieces)
 
     def forward(self, state: Tensor, y: Tensor, kept: Tensor) -> Tensor:
         """The state after it [P, K, r, V]; fills y, and a state a chunk."""
@@ -109,18 +113,29 @@ class Part:
         late = load(dy, v.dtype, scales.read).view(v.shape)
         dstates, after = self._scan_back((self._asking().mT @ late).view(states.shape), dstate)
         dv = (self._scores().mT @ late).baddbmm_(self._offering(), _wide(after))
-        store(dv, grads.v, scales.write)
-        if grads.steps is not None and y is not None:
-            # By how much a token's reads, and its writes, are scaled.
-            reads, writes = (dy * y).sum(-1), dv.mul_(v).view(dy.shape).sum(-1)
-            held = (dstates * states).sum((2, 4))
-            store(_step_gradient(reads.flatten(1, 2), writes.flatten(1, 2), held), grads.steps)
+        store(dv, grads.v, self.write)
+        self._scale_gradients(dv, y, dy, dstates, states, grads)
         dscores = seen.hide_(late @ v.mT)
         dq = scaled(late @ _wide(states).mT, _flat(seen.starts)).baddbmm_(dscores, k)
         dk = scaled(v @ _wide(after).mT, _flat(seen.ends)).baddbmm_(dscores.mT, q)
         store(dq, grads.q)
         store(dk, grads.k)
         return scaled(dstates[0], self._first())
+
+    def _scale_gradients(
+        self, dv: Tensor, y: Tensor | None, dy: Tensor, dstates: Tensor, states: Tensor, grads: Rows
+    ) -> None:
+        """Those of gains and log-decays; overwrites dv, the gradient of scaled values."""
+        if grads.gain is None and grads.steps is None:
+            return
+        written = dv.view(dy.shape).mul_(self.raw).sum(-1, keepdim=True).flatten(1, 2)
+        if grads.gain is not None:
+            store(scaled(written, self.scales.write), grads.gain)
+        if grads.steps is not None and y is not None:
+            # By how much a token's reads, and its writes, are scaled.
+            reads, writes = (dy * y).sum(-1).flatten(1, 2), scaled(written, self.write)[..., 0]
+            store(_step_gradient(reads, writes, (dstates * states).sum((2, 4))), grads.steps)
+
     def _scores(self) -> Tensor:
         return self.seen.hide_(self.q @ self.k.mT)
 
@@ -137,20 +152,23 @@ class Part:
 
     def _scan(self, state: Tensor, states: Tensor) -> Tensor:
         """The state after all chunks; fills those before each."""
-        added = (self._offering().mT @ self.v).view(states.shape)
-        for before, more, kept, keep in zip(states.unbind(), added.unbind(), *self._kept(), strict=True):
-            before.copy_(state)
-            state = more.add_(scaled(state, kept))
+        added = (self._offering().mT @ self.v).view(states.shape).unbind()
+        states[0] = state
+        for before, more, after, kept, keep in zip(states, added, [*states[1:], added[-1]], *self._kept(), strict=True):
+            torch.add(more, scaled(before, kept), out=after)
             if keep is not None:
-                state.mul_(keep)
-        return state
+                after.mul_(keep)
+        return added[-1]
 
     def _scan_back(self, added: Tensor, dstate: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of the state before each chunk, in place of what its tokens add to them, and of what it writes."""
         after = torch.empty_like(added)
         chunks = list(zip(after.unbind(), added.unbind(), *self._kept(), strict=True))
         for later, more, kept, keep in reversed(chunks):
-            later.copy_(scaled(dstate, keep))
+            if keep is None:
+                later.copy_(dstate)
+            else:
+                torch.mul(dstate, keep, out=later)
             dstate = more.add_(scaled(later, kept))
         return added, after
 

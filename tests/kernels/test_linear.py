@@ -243,7 +243,8 @@ def test_operator_is_registered_as_pytorch_wants_it(small_chunks):
     log_decay = (-torch.rand(1, 6, 2).double()).requires_grad_()
     state, ids = torch.rand(1, 2, 5, 4).double().requires_grad_(), torch.ones(1, 6, dtype=torch.int32)
     run = torch.ops.mixerlab.linear_attention_portable.default
-    for arguments in ((log_decay, state, ids, ids[:, 0]), (None, state, None, None)):
+    gain = torch.rand(1, 6, 2).double().requires_grad_()
+    for arguments in ((log_decay, gain, state, ids, ids[:, 0]), (None, None, state, None, None)):
         torch.library.opcheck(run, (q, k, v, *arguments, False))
 
 
