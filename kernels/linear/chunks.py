@@ -51,11 +51,14 @@ class Chunks:
             state = part.forward(state, place.values(y), states[at])
         return state
 
-    def backward(self, states: Tensor, y: Tensor | None, dy: Tensor, dstate: Tensor, grads: Rows) -> Tensor:
-        """The gradient of the state before the first chunk; fills `grads`, whose steps want y."""
+    def backward(
+        self, states: Tensor, state: Tensor, y: Tensor | None, dy: Tensor, dstate: Tensor, grads: Rows
+    ) -> Tensor:
+        """The gradient of the state before the first chunk; fills `grads`, whose steps want y; `state` is the last."""
+        held = (dstate * state).sum((1, 3))
         for at, place, part in self._parts(reverse=True):
             own = None if y is None else place.values(y)
-            dstate = part.backward(states[at], own, place.values(dy), dstate, grads.of(place))
+            dstate, held = part.backward(states[at], own, place.values(dy), dstate, held, grads.of(place))
         return dstate
 
     def _parts(self, reverse: bool = False) -> Iterator[tuple[slice, Place, weak.Part | strong.Part]]:

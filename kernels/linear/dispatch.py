@@ -42,7 +42,7 @@ def _forward(
 
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, gain: Tensor | None, states: Tensor,
-    ids: Ids | None, strict: bool, y: Tensor | None, dy: Tensor, dstate: Tensor, decay: bool,
+    state: Tensor, ids: Ids | None, strict: bool, y: Tensor | None, dy: Tensor, dstate: Tensor, decay: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
     from kernels.linear import triton_run
 

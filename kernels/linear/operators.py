@@ -24,11 +24,11 @@ class Forward(Protocol):
 
 
 class Backward(Protocol):
-    """Gradients of q, k, v, log_decay and gain (None where not wanted) and the state."""
+    """Gradients of q, k, v, log_decay and gain (None where not wanted) and the state; from what `Forward` gave."""
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, gain: Tensor | None, states: Tensor,
-        ids: Ids | None, strict: bool, y: Tensor | None, dy: Tensor, dstate: Tensor, decay: bool,
+        state: Tensor, ids: Ids | None, strict: bool, y: Tensor | None, dy: Tensor, dstate: Tensor, decay: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]: ...  # fmt: skip
 
 
@@ -73,6 +73,7 @@ def causal_sum(
         log_decay: Tensor | None,
         gain: Tensor | None,
         states: Tensor,
+        state: Tensor,
         row: Tensor | None,
         before: Tensor | None,
         strict: bool,
@@ -81,7 +82,7 @@ def causal_sum(
         dstate: Tensor,
         decay: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        found = backward(q, k, v, log_decay, gain, states, _ids(row, before), strict, y, dy, dstate, decay)
+        found = backward(q, k, v, log_decay, gain, states, state, _ids(row, before), strict, y, dy, dstate, decay)
         dq, dk, dv, *more, dstate = found
         dlog_decay, dgain = (states.new_empty(0) if x is None else x for x in more)
         return dq, dk, dv, dlog_decay, dgain, dstate
@@ -99,20 +100,19 @@ def causal_sum(
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
         q, k, v, log_decay, gain, _, row, before, ctx.strict = inputs
         y, state, states = output
-        ctx.like = y.shape, state.shape
         wanted = reads_output and ctx.needs_input_grad[3]
-        ctx.save_for_backward(q, k, v, log_decay, gain, states, row, before, y if wanted else None)
+        ctx.save_for_backward(q, k, v, log_decay, gain, states, state, row, before, y if wanted else None)
         # Nobody differentiates the states, and zeros for them would be as many.
         ctx.set_materialize_grads(False)
 
     def differentiate(ctx: Any, dy: Tensor | None, dstate: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         decay = ctx.needs_input_grad[3]
         *inputs, y = ctx.saved_tensors
-        given = zip((dy, dstate), ctx.like, strict=True)
-        dy, dstate = (inputs[5].new_zeros(shape) if x is None else x for x, shape in given)
+        v, gain, states, state = (inputs[i] for i in (2, 4, 5, 6))
+        dy = states.new_zeros(v.shape) if dy is None else dy
+        dstate = torch.zeros_like(state) if dstate is None else dstate
         *grads, dlog_decay, dgain, dstate = back(*inputs, ctx.strict, y, dy, dstate, decay)
-        gains = inputs[4] is not None
-        return *grads, dlog_decay if decay else None, dgain if gains else None, dstate, None, None, None
+        return *grads, dlog_decay if decay else None, None if gain is None else dgain, dstate, None, None, None
 
     run.register_autograd(backend.without_autocast(differentiate), setup_context=keep)
 

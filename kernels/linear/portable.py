@@ -45,7 +45,7 @@ def _forward(
 
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, gain: Tensor | None, states: Tensor,
-    ids: Ids | None, strict: bool, y: Tensor | None, dy: Tensor, dstate: Tensor, decay: bool,
+    state: Tensor, ids: Ids | None, strict: bool, y: Tensor | None, dy: Tensor, dstate: Tensor, decay: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
     """See `operators.Backward`."""
     parts = _chunks(q, k, v, log_decay, gain, ids, strict, states.dtype)
@@ -53,7 +53,7 @@ def _backward(
     steps, dgain = (_whole(v[..., 0], size, kind) if wanted else None for wanted in (decay, gain is not None))
     grads = Rows(_whole(q, size, q.dtype), _whole(k, size, k.dtype), _whole(v, size, v.dtype), dgain, steps)
     y = None if y is None else _filled(y, size)
-    dstate = parts.backward(states, y, _filled(dy, size), _grouped(dstate, q), grads)
+    dstate = parts.backward(states, _grouped(state, q), y, _filled(dy, size), _grouped(dstate, q), grads)
     if steps is not None and log_decay is not None:
         found = steps[:, : q.shape[1]].sum_to_size(log_decay.shape).to(log_decay.dtype).contiguous()
     if dgain is not None and gain is not None:

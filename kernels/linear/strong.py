@@ -75,7 +75,9 @@ class Part:
         store(plus(inside, self.q * factors.query, before).transpose(2, 3), y)
         return state.transpose(1, 2)
 
-    def backward(self, kept: Tensor, y: Tensor | None, dy: Tensor, dstate: Tensor, grads: Rows) -> Tensor:
+    def backward(
+        self, kept: Tensor, y: Tensor | None, dy: Tensor, dstate: Tensor, held: Tensor, grads: Rows
+    ) -> tuple[Tensor, Tensor]:
         """As `weak.Part.backward`."""
         q, k, v, factors = self.q, self.k, self.v, self.factors
         dy, before = turned(load(dy, v.dtype).flatten(1, 2)), turned(kept)
@@ -95,7 +97,7 @@ class Part:
         dscores = dweights.mul_(factors.inside).sum(2)
         store(plus(dlate.mul_(factors.query).sum(2), dscores, k[:, :, 0]), grads.q)
         store(plus(dearly.mul_(factors.key).sum(2), dscores.mT, q[:, :, 0]), grads.k)
-        return dstate.transpose(1, 2)
+        return dstate.transpose(1, 2), (dstate * before[0]).sum((-2, -1))
 
 
 def plus(x: Tensor, a: Tensor, b: Tensor) -> Tensor:

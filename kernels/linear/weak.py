@@ -103,8 +103,14 @@ class Part:
         store(read, y, scales.read)
         return last
 
-    def backward(self, kept: Tensor, y: Tensor | None, dy: Tensor, dstate: Tensor, grads: Rows) -> Tensor:
-        """The gradient of the state before it; fills the others."""
+    def backward(
+        self, kept: Tensor, y: Tensor | None, dy: Tensor, dstate: Tensor, held: Tensor, grads: Rows
+    ) -> tuple[Tensor, Tensor]:
+        """The gradient of the state before it, and of its scale; fills the others.
+
+        Args:
+            dstate, held: [P, K, r, V], [P, r] the same of the state after it.
+        """
         q, k, v, scales, seen = self.q, self.k, self.v, self.scales, self.seen
         states = kept
         if self.pieces > 1:
@@ -114,18 +120,17 @@ class Part:
         dstates, after = self._scan_back((self._asking().mT @ late).view(states.shape), dstate)
         dv = (self._scores().mT @ late).baddbmm_(self._offering(), _wide(after))
         store(dv, grads.v, self.write)
-        self._scale_gradients(dv, y, dy, dstates, states, grads)
+        scale = (dstates * states).sum((2, 4))
+        self._scale_gradients(dv, y, dy, torch.cat([scale[1:], held[None]]), grads)
         dscores = seen.hide_(late @ v.mT)
         dq = scaled(late @ _wide(states).mT, _flat(seen.starts)).baddbmm_(dscores, k)
         dk = scaled(v @ _wide(after).mT, _flat(seen.ends)).baddbmm_(dscores.mT, q)
         store(dq, grads.q)
         store(dk, grads.k)
-        return scaled(dstates[0], self._first())
+        return scaled(dstates[0], self._first()), scale[0]
 
-    def _scale_gradients(
-        self, dv: Tensor, y: Tensor | None, dy: Tensor, dstates: Tensor, states: Tensor, grads: Rows
-    ) -> None:
-        """Those of gains and log-decays; overwrites dv, the gradient of scaled values."""
+    def _scale_gradients(self, dv: Tensor, y: Tensor | None, dy: Tensor, held: Tensor, grads: Rows) -> None:
+        """Those of gains and log-decays; overwrites dv, the gradient of scaled values; held [n, P, r]."""
         if grads.gain is None and grads.steps is None:
             return
         written = dv.view(dy.shape).mul_(self.raw).sum(-1, keepdim=True).flatten(1, 2)
@@ -134,7 +139,7 @@ class Part:
         if grads.steps is not None and y is not None:
             # By how much a token's reads, and its writes, are scaled.
             reads, writes = (dy * y).sum(-1).flatten(1, 2), scaled(written, self.write)[..., 0]
-            store(_step_gradient(reads, writes, (dstates * states).sum((2, 4))), grads.steps)
+            store(_step_gradient(reads, writes, held, self.seen), grads.steps)
 
     def _scores(self) -> Tensor:
         return self.seen.hide_(self.q @ self.k.mT)
@@ -189,14 +194,17 @@ def _wide(states: Tensor) -> Tensor:
     return states.flatten(0, 1).flatten(2)
 
 
-def _step_gradient(reads: Tensor, writes: Tensor, states: Tensor) -> Tensor:
+def _step_gradient(reads: Tensor, writes: Tensor, held: Tensor, seen: Seen) -> Tensor:
     """Gradient [n, P, C, r] of each log-decay t: of all that stands before t and is read at t or later.
 
-    That is all that the state before the chunk is read for, and what is written but not read before t.
+    That is all that is read from t on, in its document or through the state after it, but what is written from t on.
+    So it is 0, and not nearly, where nothing is.
 
     Args:
         reads, writes: [n, P, C, r] gradients of what a token's reads, and writes, are scaled by.
-        states: [n, P, r] that of the state before the chunk.
+        held: [n, P, r] that of the state after the chunk.
     """
     since = reads.double() - writes.double()
-    return (states[:, :, None] - (since.cumsum(2) - since)).to(reads.dtype)
+    if seen.same is None or seen.ends is None:
+        return (since.flip(2).cumsum(2).flip(2) + held[:, :, None]).to(reads.dtype)
+    return (seen.same.double().triu() @ since + seen.ends * held[:, :, None]).to(reads.dtype)
