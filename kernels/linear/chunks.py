@@ -7,7 +7,8 @@ computes it again. How depends on their decay: see `weak` and `strong`. Dimensio
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -40,45 +41,82 @@ class Chunks:
     strict: bool
     kind: torch.dtype
 
-    def forward(self, state: Tensor, y: Tensor, states: Tensor) -> Tensor:
+    def forward(self, pieces: Tensor, state: Tensor, y: Tensor, others: Tensor | None, states: Tensor) -> Tensor:
         """The state after the last chunk [P, K, r, V]; fills y, and for `backward` what is kept of each chunk.
 
         Args:
+            pieces: what `weak.pieces` says of the steps.
             state: [P, K, r, V] before the first.
+            others: as y, for what it has of other tokens and the state; None where it is not wanted.
             states: [n, P, K, r, V], to be filled.
         """
-        for at, place, part in self._parts():
-            state = part.forward(state, place.values(y), states[at])
+        for at, place, part in self._parts(pieces):
+            more = None if others is None else place.values(others)
+            state = part.forward(state, place.values(y), more, states[at])
         return state
 
     def backward(
-        self, states: Tensor, state: Tensor, y: Tensor | None, dy: Tensor, dstate: Tensor, grads: Rows
-    ) -> Tensor:
-        """The gradient of the state before the first chunk; fills `grads`, whose steps want y; `state` is the last."""
+        self, pieces: Tensor, states: Tensor, others: Tensor | None, dy: Tensor, state: Tensor, dstate: Tensor,
+        grads: Rows,
+    ) -> Tensor:  # fmt: skip
+        """The gradient of the state before the first chunk; fills `grads`, whose steps want `others`.
+
+        Args:
+            state, dstate: [P, K, r, V] after the last chunk.
+        """
         held = (dstate * state).sum((1, 3))
-        for at, place, part in self._parts(reverse=True):
-            own = None if y is None else place.values(y)
-            dstate, held = part.backward(states[at], own, place.values(dy), dstate, held, grads.of(place))
+        for at, place, part in self._parts(pieces, reverse=True):
+            more = None if others is None else place.values(others)
+            dstate, held = part.backward(states[at], more, place.values(dy), dstate, held, grads.of(place))
         return dstate
 
-    def _parts(self, reverse: bool = False) -> Iterator[tuple[slice, Place, weak.Part | strong.Part]]:
+    def _parts(
+        self, pieces: Tensor, reverse: bool = False
+    ) -> Iterator[tuple[slice, Place, weak.Part | strong.Part]]:
         """A few chunks at a time, and where they, or pieces of them, stand."""
         batch, time, heads, _ = self.rows.v.shape
         several, count = max(1, AT_ONCE // (batch * heads)), time // self.size
-        pieces = [1] if self.steps is None else weak.pieces(self.steps)
-        scales: dict[int, weak.Scales] = {}
+        needed, maker = pieces.tolist() or [1], _Maker(self, several)
         starts = range(0, count, several)
         for start in reversed(starts) if reverse else starts:
             at = slice(start, min(start + several, count))
-            own = at if len(pieces) == count else slice(1)
-            is_weak, many = min(pieces[own]) > 0, max(1, *pieces[own])
-            place = Place(self.size // many, slice(at.start * many, at.stop * many), self.rows.q.shape[2])
-            rows, seen = self.rows.of(place), Seen.of(self.strict, self.ids, place, self.kind)
-            if self.steps is not None and not is_weak:
-                yield at, place, strong.Part.of(rows, seen, self.steps[own], self.kind)
-                continue
-            if self.steps is not None and many not in scales:
-                steps = self.steps.expand(count, -1, -1, -1).unflatten(-1, (many, -1))
-                scales[many] = weak.Scales.of(steps.movedim(3, 1).flatten(0, 1), several * many, self.kind)
-            found = scales[many].at(place.at) if many in scales else weak.Scales()
-            yield at, place, weak.Part.of(rows, seen, found, many, self.kind)
+            own = needed[at] if len(needed) > 1 else needed
+            many = max(own) if min(own) else 0
+            cuts = max(many, 1)
+            place = Place(self.size // cuts, slice(at.start * cuts, at.stop * cuts), self.rows.q.shape[2])
+            yield at, place, maker.part(place, many, at)
+
+
+@dataclass(frozen=True)
+class _Maker:
+    """Makes parts of `several` chunks, and once what they share."""
+
+    chunks: Chunks
+    several: int
+    scales: dict[int, weak.Scales] = field(default_factory=dict)
+
+    def part(self, place: Place, many: int, at: slice) -> weak.Part | strong.Part:
+        """Of the chunks `at`, each cut in so many pieces; 0: of strong ones."""
+        chunks, kind = self.chunks, self.chunks.kind
+        rows, seen = chunks.rows.of(place), Seen.of(chunks.strict, chunks.ids, place, kind)
+        if chunks.steps is None:
+            return weak.Part.of(rows, seen, weak.Scales(), many, kind)
+        if many:
+            return weak.Part.of(rows, seen, self._scales(chunks.steps, many).at(place.at), many, kind)
+        if len(chunks.steps) > 1 or chunks.ids is not None:
+            own = chunks.steps[at] if len(chunks.steps) > 1 else chunks.steps
+            return strong.Part.of(rows, strong.Factors.of(own, seen, kind), kind)
+        return strong.Part.of(rows, self._factors, kind)
+
+    def _scales(self, steps: Tensor, many: int) -> weak.Scales:
+        if many not in self.scales:
+            count = self.chunks.rows.q.shape[1] // self.chunks.size
+            steps = steps.expand(count, -1, -1, -1).unflatten(-1, (many, -1)).movedim(3, 1).flatten(0, 1)
+            self.scales[many] = weak.Scales.of(steps, self.several * many, self.chunks.kind)
+        return self.scales[many]
+
+    @cached_property
+    def _factors(self) -> strong.Factors:
+        """Of every chunk alike."""
+        assert self.chunks.steps is not None
+        return strong.Factors.of(self.chunks.steps, Seen(self.chunks.strict), self.chunks.kind)

@@ -33,20 +33,23 @@ def linear_attention(
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, gain: Tensor | None, state: Tensor,
-    ids: Ids | None, strict: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ids: Ids | None, strict: bool, slopes: bool,
+) -> tuple[Tensor, operators.Kept]:  # fmt: skip
     from kernels.linear import triton_run
 
-    return triton_run.forward(q, k, v, log_decay, state, ids, strict)
+    y, state, states = triton_run.forward(q, k, v, log_decay, state, ids, strict)
+    return y, operators.Kept(state, states, q.new_empty(0, dtype=torch.long), state.new_empty(0))
 
 
 def _backward(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, gain: Tensor | None, states: Tensor,
-    state: Tensor, ids: Ids | None, strict: bool, y: Tensor | None, dy: Tensor, dstate: Tensor, decay: bool,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, gain: Tensor | None, kept: operators.Kept,
+    ids: Ids | None, strict: bool, dy: Tensor, dstate: Tensor, slopes: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
     from kernels.linear import triton_run
 
-    dq, dk, dv, found, dstate = triton_run.backward(q, k, v, log_decay, states, ids, strict, dy, dstate, decay)
+    dq, dk, dv, found, dstate = triton_run.backward(
+        q, k, v, log_decay, kept.states, ids, strict, dy, dstate, slopes
+    )
     return dq, dk, dv, found, None, dstate
 
 

@@ -60,6 +60,7 @@ def attend(
         q, k, v = (x.masked_fill(pads, 0) for x in (q, k, v))
         if log_decay is not None:
             log_decay = log_decay.expand(v.shape[:3]).masked_fill(pads[..., 0], 0)
+        gain = None if gain is None else gain.masked_fill(pads[..., 0], 0)
     ids = None if documents is None or document is None else Ids.of(documents, document)
 
     def summed(values: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:

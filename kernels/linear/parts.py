@@ -16,7 +16,7 @@ from kernels.linear.frame import Ids
 
 @dataclass(frozen=True)
 class Place:
-    """Some chunks of rows of whole chunks: those `at`, of `size` tokens; G groups of heads."""
+    """Where a few chunks stand in rows: `at`, counted in chunks of `size` tokens; there are G groups of heads."""
 
     size: int
     at: slice
@@ -24,11 +24,12 @@ class Place:
 
     def keys(self, x: Tensor) -> Tensor:
         """A view [n, B, G, C, K] of [B, T, G, K]."""
-        return x.view(x.shape[0], -1, self.size, *x.shape[2:]).permute(1, 0, 3, 2, 4)[self.at]
+        return x.view(x.shape[0], x.shape[1] // self.size, self.size, *x.shape[2:]).permute(1, 0, 3, 2, 4)[self.at]
 
     def values(self, x: Tensor) -> Tensor:
         """A view [n, B, G, C, r, V] of [B, T, H, V], or without V."""
-        view = x.view(x.shape[0], -1, self.size, self.groups, x.shape[2] // self.groups, *x.shape[3:])
+        (batch, time, heads), size = x.shape[:3], self.size
+        view = x.view(batch, time // size, size, self.groups, heads // self.groups, *x.shape[3:])
         return view.permute(1, 0, 3, 2, 4, *range(5, view.dim()))[self.at]
 
 
@@ -86,16 +87,16 @@ class Seen:
         starts, ends = ((own == id[..., None])[..., None].to(kind) for id in (before, last))
         return cls(strict, same, starts, ends, (before == last)[..., None, None].to(kind))
 
-    def hide_(self, x: Tensor) -> Tensor:
+    def hide_(self, x: Tensor, strict: bool = False) -> Tensor:
         """0 where token i does not see j, in place; x [n, P, r, C, C], or with fewer dimensions before the last two."""
-        x.tril_(-1 if self.strict else 0)
+        x.tril_(-1 if self.strict or strict else 0)
         if self.same is not None:
             x.view(*self.same.shape[:2], -1, *x.shape[-2:]).mul_(self.same[:, :, None])
         return x
 
 
 def load(x: Tensor, kind: torch.dtype, factor: Tensor | None = None) -> Tensor:
-    """[n, B, G, ...], contiguous, of the dtype to compute in, times a factor [n, P, ...]."""
+    """[n, B, G, ...], contiguous, of the dtype to compute in, times a factor [n, P, ...]; x itself where it is so."""
     if factor is None:
         return x.to(kind).contiguous()
     return torch.mul(x, factor.unflatten(1, x.shape[1:3]), out=x.new_empty(x.shape, dtype=kind))

@@ -9,7 +9,7 @@ from einops import rearrange, repeat
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.linear import operators, reference
+from kernels.linear import operators, reference, weak
 from kernels.linear.chunks import Chunks
 from kernels.linear.frame import Ids, attend
 from kernels.linear.parts import Rows
@@ -33,27 +33,32 @@ def _chunk(time: int) -> int:
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, gain: Tensor | None, state: Tensor,
-    ids: Ids | None, strict: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ids: Ids | None, strict: bool, slopes: bool,
+) -> tuple[Tensor, operators.Kept]:  # fmt: skip
     """See `operators.Forward`."""
-    parts = _chunks(q, k, v, log_decay, gain, ids, strict, state.dtype)
-    y = _whole(v, parts.size, state.dtype)
+    kind = state.dtype
+    rows = _chunks(q, k, v, log_decay, gain, ids, strict, kind)
+    pieces = q.new_empty(0, dtype=torch.long) if rows.steps is None else weak.pieces(rows.steps)
+    y = _whole(v, rows.size, kind)
+    others = torch.empty_like(y) if slopes else None
     states = state.new_empty(*_grid(q), q.shape[3], v.shape[2] // q.shape[2], v.shape[3])
-    state = parts.forward(_grouped(state, q), y, states)
-    return _like(y, v), _by_heads(state, q), states
+    state = _by_heads(rows.forward(pieces, _grouped(state, q), y, others, states), q)
+    return _like(y, v), operators.Kept(state, states, pieces, y.new_empty(0) if others is None else others)
 
 
 def _backward(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, gain: Tensor | None, states: Tensor,
-    state: Tensor, ids: Ids | None, strict: bool, y: Tensor | None, dy: Tensor, dstate: Tensor, decay: bool,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, gain: Tensor | None, kept: operators.Kept,
+    ids: Ids | None, strict: bool, dy: Tensor, dstate: Tensor, slopes: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
     """See `operators.Backward`."""
-    parts = _chunks(q, k, v, log_decay, gain, ids, strict, states.dtype)
-    size, kind, found = parts.size, states.dtype, None
-    steps, dgain = (_whole(v[..., 0], size, kind) if wanted else None for wanted in (decay, gain is not None))
+    kind = kept.states.dtype
+    rows = _chunks(q, k, v, log_decay, gain, ids, strict, kind)
+    size, found = rows.size, None
+    steps, dgain = (_whole(v[..., 0], size, kind) if wanted else None for wanted in (slopes, gain is not None))
     grads = Rows(_whole(q, size, q.dtype), _whole(k, size, k.dtype), _whole(v, size, v.dtype), dgain, steps)
-    y = None if y is None else _filled(y, size)
-    dstate = parts.backward(states, _grouped(state, q), y, _filled(dy, size), _grouped(dstate, q), grads)
+    others = kept.others if slopes else None
+    ends = _grouped(kept.state, q), _grouped(dstate, q)
+    dstate = rows.backward(kept.pieces, kept.states, others, _filled(dy, size), *ends, grads)
     if steps is not None and log_decay is not None:
         found = steps[:, : q.shape[1]].sum_to_size(log_decay.shape).to(log_decay.dtype).contiguous()
     if dgain is not None and gain is not None:
@@ -61,7 +66,7 @@ def _backward(
     return _like(grads.q, q), _like(grads.k, k), _like(grads.v, v), found, dgain, _by_heads(dstate, q)
 
 
-_causal_sum = operators.causal_sum("linear_attention_portable", _forward, _backward, _chunk, reads_output=True)
+_causal_sum = operators.causal_sum("linear_attention_portable", _forward, _backward, _chunk, apart=True)
 
 
 def _chunks(

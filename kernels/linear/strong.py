@@ -54,20 +54,20 @@ class Part:
     q: Tensor
     k: Tensor
     v: Tensor
-    raw: Tensor
+    values: Tensor
     gain: Tensor | None
     factors: Factors
 
     @classmethod
-    def of(cls, rows: Rows, seen: Seen, steps: Tensor, kind: torch.dtype) -> Part:
-        """Heads first; steps [n or 1, P, r, C]."""
+    def of(cls, rows: Rows, factors: Factors, kind: torch.dtype) -> Part:
+        """From views of the rows."""
         q, k = (load(x, kind).flatten(1, 2)[:, :, None] for x in (rows.q, rows.k))
-        own = gain(rows, kind)
-        v = turned(load(rows.v, kind, own).flatten(1, 2))
-        return cls(q, k, v, rows.v, own, Factors.of(steps, seen, kind))
+        v, own = headed(rows.v, kind), gain(rows, kind)
+        v = v if own is None else v * own.transpose(2, 3)
+        return cls(q, k, v, rows.v, own, factors)
 
-    def forward(self, state: Tensor, y: Tensor, kept: Tensor) -> Tensor:
-        """As `weak.Part.forward`."""
+    def forward(self, state: Tensor, y: Tensor, others: Tensor | None, kept: Tensor) -> Tensor:
+        """As `weak.Part.forward`; of `others`, which its backward does not want, nothing is filled."""
         factors = self.factors
         before, state = scan((self.k * factors.key).mT @ self.v, factors.keep, state.transpose(1, 2))
         kept.copy_(before.transpose(2, 3))
@@ -76,18 +76,18 @@ class Part:
         return state.transpose(1, 2)
 
     def backward(
-        self, kept: Tensor, y: Tensor | None, dy: Tensor, dstate: Tensor, held: Tensor, grads: Rows
+        self, kept: Tensor, others: Tensor | None, dy: Tensor, dstate: Tensor, held: Tensor, grads: Rows
     ) -> tuple[Tensor, Tensor]:
         """As `weak.Part.backward`."""
         q, k, v, factors = self.q, self.k, self.v, self.factors
-        dy, before = turned(load(dy, v.dtype).flatten(1, 2)), turned(kept)
+        dy, before = headed(dy, v.dtype), kept.transpose(2, 3).contiguous()
         late, early = q * factors.query, k * factors.key
         after, dstate = scan(late.mT @ dy, factors.keep, dstate.transpose(1, 2), reverse=True)
         weights = q @ k.mT * factors.inside
         dv = plus(weights.mT @ dy, early, after).transpose(2, 3)
         store(dv, grads.v, self.gain)
         if grads.gain is not None:
-            store((dv.unflatten(1, self.raw.shape[1:3]) * self.raw).sum(-1), grads.gain)
+            store((dv.unflatten(1, self.values.shape[1:3]) * self.values).sum(-1), grads.gain)
         dweights, dlate, dearly = dy @ v.mT, dy @ before.mT, v @ after.mT
         if grads.steps is not None:
             # In place of what is not needed again.
@@ -115,9 +115,9 @@ def scan(added: Tensor, keep: Tensor, state: Tensor, reverse: bool = False) -> t
     return torch.cat([added[1:], first] if reverse else [first, added[:-1]]), state
 
 
-def turned(x: Tensor) -> Tensor:
-    """[n, P, C or K, r, V] -> [n, P, r, C or K, V], in memory of its own."""
-    return x.transpose(2, 3).contiguous()
+def headed(x: Tensor, kind: torch.dtype) -> Tensor:
+    """[n, B, G, C, r, V] -> [n, P, r, C, V], contiguous, of the dtype to compute in."""
+    return x.transpose(3, 4).to(kind).contiguous().flatten(1, 2)
 
 
 def _step_gradient(pairs: Tensor, queries: Tensor, keys: Tensor, states: Tensor) -> Tensor:

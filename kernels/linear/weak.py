@@ -23,7 +23,7 @@ STEEPEST = 2.0
 PIECES = (2, 1)
 
 
-def pieces(steps: Tensor) -> list[int]:
+def pieces(steps: Tensor) -> Tensor:
     """In how many each chunk must be cut; 0 where its decay is too strong for any; steps [n, P, r, C]."""
     found = torch.zeros(len(steps), dtype=torch.long, device=steps.device)
     decays = (steps.amax((1, 2, 3)) <= 0) & (steps.amin((1, 2, 3)) >= -STEEPEST)
@@ -31,7 +31,7 @@ def pieces(steps: Tensor) -> list[int]:
         if steps.shape[-1] % many == 0:
             total = steps.unflatten(-1, (many, -1)).sum(-1)
             found[decays & (total.amin((1, 2, 3)) >= -2 * LIMIT)] = many
-    return found.tolist()
+    return found
 
 
 @dataclass(frozen=True)
@@ -69,15 +69,26 @@ class Scales:
 
 @dataclass(frozen=True)
 class Part:
-    """A few chunks (`count`), ready for products: N = n P, q, k [N, C, K]; v [N, C, r V], scaled.
+    """A few chunks, ready for products.
 
-    Between its chunks a state, [n, P, K, r, V], is exp(m) times what it is at the edges. One is kept for all pieces.
+    Between its chunks a state, [n, P, K, r, V], is exp(m) times what it is at the edges. Of pieces that were a chunk
+    only the first one's is kept.
+
+    Attributes:
+        q, k: [N, C, K], N = n P.
+        v: [N, C, r V] what tokens write: values times `write`.
+        values: [n, B, G, C, r, V] a view of the rows.
+        gain: [n, P, C, r, 1] None: 1.
+        write: [n, P, C, r, 1] gain times `scales.write`; None: 1.
+        count: n.
+        pieces: how many of these were a chunk.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    raw: Tensor
+    values: Tensor
+    gain: Tensor | None
     write: Tensor | None
     seen: Seen
     scales: Scales
@@ -86,27 +97,37 @@ class Part:
 
     @classmethod
     def of(cls, rows: Rows, seen: Seen, scales: Scales, pieces: int, kind: torch.dtype) -> Part:
-        """What tokens write is scaled on the way."""
-        write = product(scales.write, gain(rows, kind))
+        """From views of the rows."""
+        own = gain(rows, kind)
+        write = product(scales.write, own)
         q, k, v = load(rows.q, kind), load(rows.k, kind), load(rows.v, kind, write)
         q, k, v = (x.flatten(0, 2) for x in (q, k, v))
-        return cls(q, k, v.flatten(2), rows.v, write, seen, scales, len(rows.q), pieces)
+        return cls(q, k, v.flatten(2), rows.v, own, write, seen, scales, len(rows.q), pieces)
 
-    def forward(self, state: Tensor, y: Tensor, kept: Tensor) -> Tensor:
-        """The state after it [P, K, r, V]; fills y, and a state a chunk."""
+    def forward(self, state: Tensor, y: Tensor, others: Tensor | None, kept: Tensor) -> Tensor:
+        """The state after it [P, K, r, V]; fills y, a state a chunk, and what y has of other tokens and the state.
+
+        Without a decay, that is not asked for.
+        """
         scales = self.scales
         states = kept if self.pieces == 1 else kept.new_empty(self.count, *kept.shape[1:])
         last = self._scan(scaled(state, self._first()), states)
         if self.pieces > 1:
             kept.copy_(states[:: self.pieces])
-        read = (self._scores() @ self.v).baddbmm_(self._asking(), _wide(states))
-        store(read, y, scales.read)
+        read = (self._scores(strict=scales.read is not None) @ self.v).baddbmm_(self._asking(), _wide(states))
+        if scales.read is None:
+            store(read, y)
+            return last
+        others = y if others is None else others
+        store(read, others, scales.read)
+        own = scaled(self._own(), self.gain).unflatten(1, y.shape[1:3])
+        torch.addcmul(others, own, self.values, out=y)
         return last
 
     def backward(
-        self, kept: Tensor, y: Tensor | None, dy: Tensor, dstate: Tensor, held: Tensor, grads: Rows
+        self, kept: Tensor, others: Tensor | None, dy: Tensor, dstate: Tensor, held: Tensor, grads: Rows
     ) -> tuple[Tensor, Tensor]:
-        """The gradient of the state before it, and of its scale; fills the others.
+        """The gradient of the state before it, and of its scale; fills the others. Arguments as `forward` left them.
 
         Args:
             dstate, held: [P, K, r, V], [P, r] the same of the state after it.
@@ -118,31 +139,46 @@ class Part:
             self._scan(kept[0], states)
         late = load(dy, v.dtype, scales.read).view(v.shape)
         dstates, after = self._scan_back((self._asking().mT @ late).view(states.shape), dstate)
-        dv = (self._scores().mT @ late).baddbmm_(self._offering(), _wide(after))
-        store(dv, grads.v, self.write)
         scale = (dstates * states).sum((2, 4))
-        self._scale_gradients(dv, y, dy, torch.cat([scale[1:], held[None]]), grads)
+        dv = (self._scores(strict=others is not None).mT @ late).baddbmm_(self._offering(), _wide(after))
+        self._finish(dv, late, others, dy, torch.cat([scale[1:], held[None]]), grads)
         dscores = seen.hide_(late @ v.mT)
         dq = scaled(late @ _wide(states).mT, _flat(seen.starts)).baddbmm_(dscores, k)
         dk = scaled(v @ _wide(after).mT, _flat(seen.ends)).baddbmm_(dscores.mT, q)
         store(dq, grads.q)
         store(dk, grads.k)
         return scaled(dstates[0], self._first()), scale[0]
+    def _finish(
+        self, dv: Tensor, late: Tensor, others: Tensor | None, dy: Tensor, held: Tensor, grads: Rows
+    ) -> None:
+        """Gradients of values, gains and log-decays, from dv; with `others`, without what a token reads of itself.
 
-    def _scale_gradients(self, dv: Tensor, y: Tensor | None, dy: Tensor, held: Tensor, grads: Rows) -> None:
-        """Those of gains and log-decays; overwrites dv, the gradient of scaled values; held [n, P, r]."""
-        if grads.gain is None and grads.steps is None:
-            return
-        written = dv.view(dy.shape).mul_(self.raw).sum(-1, keepdim=True).flatten(1, 2)
+        That has no part in the gradient of log-decays, and would only be lost again in a difference.
+        """
+        if grads.gain is not None or others is not None:
+            written = self._dot(dv, dy.shape)
+        if others is not None and grads.steps is not None:
+            reads = (dy * others).sum(-1, keepdim=True).flatten(1, 2)
+            store(_step_gradient(reads, scaled(written, self.write), held, self.seen), grads.steps)
+            dv.view(dy.shape).addcmul_(self._own().unflatten(1, dy.shape[1:3]), late.view(dy.shape))
+            if grads.gain is not None:
+                written = written + self._own() * self._dot(late, dy.shape)
+        store(dv, grads.v, self.write)
         if grads.gain is not None:
             store(scaled(written, self.scales.write), grads.gain)
-        if grads.steps is not None and y is not None:
-            # By how much a token's reads, and its writes, are scaled.
-            reads, writes = (dy * y).sum(-1).flatten(1, 2), scaled(written, self.write)[..., 0]
-            store(_step_gradient(reads, writes, held, self.seen), grads.steps)
 
-    def _scores(self) -> Tensor:
-        return self.seen.hide_(self.q @ self.k.mT)
+    def _dot(self, x: Tensor, shape: torch.Size) -> Tensor:
+        """With values, [n, P, C, r, 1]."""
+        return (x.view(shape) * self.values).sum(-1, keepdim=True).flatten(1, 2)
+
+    def _own(self) -> Tensor:
+        """Each token's score for itself [n, P, C, 1, 1]."""
+        own = (self.q * self.k).sum(-1) if not self.seen.strict else torch.zeros_like(self.q[..., 0])
+        return own.view(self.count, -1, own.shape[1], 1, 1)
+
+    def _scores(self, strict: bool = False) -> Tensor:
+        """[N, C, C]; strict: but those."""
+        return self.seen.hide_(self.q @ self.k.mT, strict)
 
     def _asking(self) -> Tensor:
         """Queries of the state before."""
@@ -159,11 +195,12 @@ class Part:
         """The state after all chunks; fills those before each."""
         added = (self._offering().mT @ self.v).view(states.shape).unbind()
         states[0] = state
-        for before, more, after, kept, keep in zip(states, added, [*states[1:], added[-1]], *self._kept(), strict=True):
+        afters = *states[1:].unbind(), torch.empty_like(state)
+        for before, more, after, kept, keep in zip(states.unbind(), added, afters, *self._kept(), strict=True):
             torch.add(more, scaled(before, kept), out=after)
             if keep is not None:
                 after.mul_(keep)
-        return added[-1]
+        return afters[-1]
 
     def _scan_back(self, added: Tensor, dstate: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of the state before each chunk, in place of what its tokens add to them, and of what it writes."""
@@ -201,10 +238,10 @@ def _step_gradient(reads: Tensor, writes: Tensor, held: Tensor, seen: Seen) -> T
     So it is 0, and not nearly, where nothing is.
 
     Args:
-        reads, writes: [n, P, C, r] gradients of what a token's reads, and writes, are scaled by.
+        reads, writes: [n, P, C, r, 1] gradients of what a token's reads, and writes, are scaled by.
         held: [n, P, r] that of the state after the chunk.
     """
-    since = reads.double() - writes.double()
+    since = (reads.double() - writes.double())[..., 0]
     if seen.same is None or seen.ends is None:
         return (since.flip(2).cumsum(2).flip(2) + held[:, :, None]).to(reads.dtype)
     return (seen.same.double().triu() @ since + seen.ends * held[:, :, None]).to(reads.dtype)

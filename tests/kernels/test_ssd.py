@@ -118,6 +118,16 @@ def test_strong_and_long_decays_are_finite_and_right():
     assert (state - end).abs().max() < 1e-5 * end.abs().max()
 
 
+def test_what_stands_at_pads_is_not_looked_at(implementation, small_chunks):
+    x, dt, a, b, c = inputs()
+    clean, end = ssd(x, dt, a, b, c, documents=IDS)
+    pads = IDS == 0
+    for tensor in (x, dt, b, c):
+        tensor[pads] = torch.nan
+    y, state = ssd(x, dt, a, b, c, documents=IDS)
+    assert torch.equal(y, clean) and torch.equal(state, end)
+
+
 def test_half_precision_inputs_keep_a_wide_state(implementation):
     x, dt, a, b, c = inputs()
     y, state = ssd(x.bfloat16(), dt.float(), a.float(), b.bfloat16(), c.bfloat16())
