@@ -80,8 +80,8 @@ class Part:
         values: [n, B, G, C, r, V] a view of the rows.
         gain: [n, P, C, r, 1] None: 1.
         write: [n, P, C, r, 1] gain times `scales.write`; None: 1.
-        count: n.
-        pieces: how many of these were a chunk.
+        shape: n, P, C, r, V.
+        pieces: how many of the n were a chunk.
     """
 
     q: Tensor
@@ -92,7 +92,7 @@ class Part:
     write: Tensor | None
     seen: Seen
     scales: Scales
-    count: int
+    shape: tuple[int, ...]
     pieces: int
 
     @classmethod
@@ -101,8 +101,8 @@ class Part:
         own = gain(rows, kind)
         write = product(scales.write, own)
         q, k, v = load(rows.q, kind), load(rows.k, kind), load(rows.v, kind, write)
-        q, k, v = (x.flatten(0, 2) for x in (q, k, v))
-        return cls(q, k, v.flatten(2), rows.v, own, write, seen, scales, len(rows.q), pieces)
+        q, k, shape = q.flatten(0, 2), k.flatten(0, 2), tuple(v.flatten(1, 2).shape)
+        return cls(q, k, v.view(*q.shape[:2], -1), rows.v, own, write, seen, scales, shape, pieces)
 
     def forward(self, state: Tensor, y: Tensor, others: Tensor | None, kept: Tensor) -> Tensor:
         """The state after it [P, K, r, V]; fills y, a state a chunk, and what y has of other tokens and the state.
@@ -110,7 +110,7 @@ class Part:
         Without a decay, that is not asked for.
         """
         scales = self.scales
-        states = kept if self.pieces == 1 else kept.new_empty(self.count, *kept.shape[1:])
+        states = kept if self.pieces == 1 else kept.new_empty(self.shape[0], *kept.shape[1:])
         last = self._scan(scaled(state, self._first()), states)
         if self.pieces > 1:
             kept.copy_(states[:: self.pieces])
@@ -120,8 +120,7 @@ class Part:
             return last
         others = y if others is None else others
         store(read, others, scales.read)
-        own = scaled(self._own(), self.gain).unflatten(1, y.shape[1:3])
-        torch.addcmul(others, own, self.values, out=y)
+        torch.addcmul(others, scaled(self._own(), self.gain).unflatten(1, y.shape[1:3]), self.values, out=y)
         return last
 
     def backward(
@@ -135,7 +134,7 @@ class Part:
         q, k, v, scales, seen = self.q, self.k, self.v, self.scales, self.seen
         states = kept
         if self.pieces > 1:
-            states = kept.new_empty(self.count, *kept.shape[1:])
+            states = kept.new_empty(self.shape[0], *kept.shape[1:])
             self._scan(kept[0], states)
         late = load(dy, v.dtype, scales.read).view(v.shape)
         dstates, after = self._scan_back((self._asking().mT @ late).view(states.shape), dstate)
@@ -155,26 +154,20 @@ class Part:
 
         That has no part in the gradient of log-decays, and would only be lost again in a difference.
         """
-        if grads.gain is not None or others is not None:
-            written = self._dot(dv, dy.shape)
         if others is not None and grads.steps is not None:
-            reads = (dy * others).sum(-1, keepdim=True).flatten(1, 2)
-            store(_step_gradient(reads, scaled(written, self.write), held, self.seen), grads.steps)
-            dv.view(dy.shape).addcmul_(self._own().unflatten(1, dy.shape[1:3]), late.view(dy.shape))
-            if grads.gain is not None:
-                written = written + self._own() * self._dot(late, dy.shape)
+            # By how much a token's reads are scaled, but its writes.
+            since = (dy * others).flatten(1, 2).sub_((self.v * dv).view(self.shape)).sum(-1)
+            store(_step_gradient(since, held, self.seen), grads.steps)
+            dv.view(self.shape).addcmul_(self._own(), late.view(self.shape))
         store(dv, grads.v, self.write)
         if grads.gain is not None:
-            store(scaled(written, self.scales.write), grads.gain)
-
-    def _dot(self, x: Tensor, shape: torch.Size) -> Tensor:
-        """With values, [n, P, C, r, 1]."""
-        return (x.view(shape) * self.values).sum(-1, keepdim=True).flatten(1, 2)
+            written = dv.view(dy.shape).mul_(self.values).sum(-1, keepdim=True)
+            store(scaled(written.flatten(1, 2), self.scales.write), grads.gain)
 
     def _own(self) -> Tensor:
         """Each token's score for itself [n, P, C, 1, 1]."""
         own = (self.q * self.k).sum(-1) if not self.seen.strict else torch.zeros_like(self.q[..., 0])
-        return own.view(self.count, -1, own.shape[1], 1, 1)
+        return own.view(*self.shape[:3], 1, 1)
 
     def _scores(self, strict: bool = False) -> Tensor:
         """[N, C, C]; strict: but those."""
@@ -217,7 +210,7 @@ class Part:
     def _kept(self) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
         """Is the state before a chunk of the document of the one after; what is kept of both at its end."""
         kept, keep = self.seen.kept, self.scales.keep
-        nothing = [None] * self.count
+        nothing = [None] * self.shape[0]
         return nothing if kept is None else kept[..., None].unbind(), nothing if keep is None else keep.unbind()
 
 
@@ -231,17 +224,17 @@ def _wide(states: Tensor) -> Tensor:
     return states.flatten(0, 1).flatten(2)
 
 
-def _step_gradient(reads: Tensor, writes: Tensor, held: Tensor, seen: Seen) -> Tensor:
+def _step_gradient(since: Tensor, held: Tensor, seen: Seen) -> Tensor:
     """Gradient [n, P, C, r] of each log-decay t: of all that stands before t and is read at t or later.
 
     That is all that is read from t on, in its document or through the state after it, but what is written from t on.
     So it is 0, and not nearly, where nothing is.
 
     Args:
-        reads, writes: [n, P, C, r, 1] gradients of what a token's reads, and writes, are scaled by.
+        since: [n, P, C, r] gradient of what a token's reads are scaled by, less that of its writes.
         held: [n, P, r] that of the state after the chunk.
     """
-    since = (reads.double() - writes.double())[..., 0]
+    wide = since.double()
     if seen.same is None or seen.ends is None:
-        return (since.flip(2).cumsum(2).flip(2) + held[:, :, None]).to(reads.dtype)
-    return (seen.same.double().triu() @ since + seen.ends * held[:, :, None]).to(reads.dtype)
+        return (wide.flip(2).cumsum(2).flip(2) + held[:, :, None]).to(since.dtype)
+    return (seen.same.double().triu() @ wide + seen.ends * held[:, :, None]).to(since.dtype)
