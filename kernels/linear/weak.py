@@ -15,11 +15,10 @@ from torch import Tensor
 
 from kernels.linear.parts import Rows, Seen, gain, load, product, scaled, store
 
-# Of c - m: its exponential is 2e17, and the product of two of them is no denormal number of float32.
-LIMIT = 40.0
+# Of c - m: exp(30) is 1e13, by which what is in between comes closer to the ends of float32.
+LIMIT = 30.0
 # The gradient of a step is a difference of sums, of which that step leaves little; exp(-2) is one digit of them.
 STEEPEST = 2.0
-# So steep everywhere, half a chunk of 64 is within the limit.
 PIECES = (2, 1)
 
 

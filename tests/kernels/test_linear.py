@@ -174,9 +174,9 @@ def test_chunks_of_weak_and_of_strong_decay_go_together(monkeypatch, normalise, 
         assert (got - expected).norm() < 1e-12 * expected.norm()
 
 
-@pytest.mark.parametrize("step", [0.01, 1.24, 2.0, 2.1])
+@pytest.mark.parametrize("step", [0.01, 0.93, 1.87, 2.0])
 def test_float32_is_exact_up_to_where_a_decay_is_strong(step):
-    """1.25 a token is what a whole chunk can be taken apart for, 2 half of one."""
+    """0.9375 a token is what a whole chunk can be taken apart for, twice as much half of one."""
 
     def gradients(name, dtype):
         torch.manual_seed(0)
@@ -188,7 +188,7 @@ def test_float32_is_exact_up_to_where_a_decay_is_strong(step):
 
     truth = gradients("reference", torch.float64)
     for got, expected in zip(gradients("portable", torch.float32), truth, strict=True):
-        assert (got - expected).norm() < 1e-5 * expected.norm()
+        assert (got - expected).norm() < 2e-6 * expected.norm()
 
 
 def slopes(dtype, name, q, k, v, log_decay, dy, ids=None):
@@ -201,7 +201,7 @@ def slopes(dtype, name, q, k, v, log_decay, dy, ids=None):
     return torch.autograd.grad((y * dy).sum(), log_decay)[0]
 
 
-@pytest.mark.parametrize("step", [0.3, 1.25])
+@pytest.mark.parametrize("step", [0.3, 0.93])
 def test_what_a_token_reads_of_itself_blurs_no_gradient_of_decays(step):
     """It has no part in it: not where queries are keys, nor where one token has large values and a key of its own."""
     torch.manual_seed(0)
@@ -239,9 +239,9 @@ def test_the_result_may_be_changed_in_place():
 def test_backward_works_on_chunks_as_forward_did():
     """Though what was saved may come back a little different, here on the other side of the limit of a step."""
     q, k, v = inputs(time=64)
-    log_decay = torch.full((2, 64, 3), -2.01, dtype=torch.float64, requires_grad=True)
+    log_decay = torch.full((2, 64, 3), -1.88, dtype=torch.float64, requires_grad=True)
     nearer = torch.autograd.graph.saved_tensors_hooks(
-        lambda t: 0.99 * t if t.is_floating_point() and (t == -2.01).all() else t, lambda t: t)
+        lambda t: 0.99 * t if t.is_floating_point() and (t == -1.88).all() else t, lambda t: t)
     exact = torch.autograd.grad(linear_attention(q, k, v, log_decay=log_decay, normalise=False)[0].sum(), log_decay)[0]
     with nearer:
         y = linear_attention(q, k, v, log_decay=log_decay, normalise=False)[0]
