@@ -47,12 +47,11 @@ class Chunks:
         Args:
             pieces: what `weak.pieces` says of the steps.
             state: [P, K, r, V] before the first.
-            others: as y, for what it has of other tokens and the state; None where it is not wanted.
+            others: [n, P, C, r V] for `weak.Part.forward`; None where it is not wanted.
             states: [n, P, K, r, V], to be filled.
         """
         for at, place, part in self._parts(pieces):
-            more = None if others is None else place.values(others)
-            state = part.forward(state, place.values(y), more, states[at])
+            state = part.forward(state, place.values(y), _own(others, at, place), states[at])
         return state
 
     def backward(
@@ -66,7 +65,7 @@ class Chunks:
         """
         held = (dstate * state).sum((1, 3))
         for at, place, part in self._parts(pieces, reverse=True):
-            more = None if others is None else place.values(others)
+            more = _own(others, at, place)
             dstate, held = part.backward(states[at], more, place.values(dy), dstate, held, grads.of(place))
         return dstate
 
@@ -85,6 +84,11 @@ class Chunks:
             cuts = max(many, 1)
             place = Place(self.size // cuts, slice(at.start * cuts, at.stop * cuts), self.rows.q.shape[2])
             yield at, place, maker.part(place, many, at)
+
+
+def _own(others: Tensor | None, at: slice, place: Place) -> Tensor | None:
+    """[N, C, r V] of some chunks, or pieces of them: in memory that is theirs."""
+    return None if others is None else others[at].view(-1, place.size, others.shape[-1])
 
 
 @dataclass(frozen=True)

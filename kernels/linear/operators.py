@@ -23,7 +23,7 @@ class Kept:
         state: [B, H, K, V] after the last token.
         states: [n, B G, K, H / G, V] before each chunk.
         pieces: [n or 1] how each chunk was worked on, else empty: `weak.pieces`.
-        others: [B, n C, H, V] what y has of other tokens and the state, where the decay wants a gradient, else empty.
+        others: [n, B G, C, H / G V] what is read of other tokens, where the decay wants a gradient, else empty.
     """
 
     state: Tensor
@@ -87,7 +87,7 @@ def causal_sum(
         alike = log_decay is not None and log_decay.dim() == 1 and time % size == 0
         count = 0 if log_decay is None or not apart else 1 if alike else chunks
         pieces = q.new_empty(count, dtype=torch.long)
-        others = state.new_empty((batch, chunks * size, heads, wide) if slopes and apart else 0)
+        others = state.new_empty((chunks, batch * groups, size, heads // groups * wide) if slopes and apart else 0)
         return v.new_empty(v.shape, dtype=state.dtype), state.new_empty(state.shape), states, pieces, others
 
     @torch.library.custom_op(f"mixerlab::{name}_backward", mutates_args=())

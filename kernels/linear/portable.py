@@ -40,8 +40,9 @@ def _forward(
     rows = _chunks(q, k, v, log_decay, gain, ids, strict, kind)
     pieces = q.new_empty(0, dtype=torch.long) if rows.steps is None else weak.pieces(rows.steps)
     y = _whole(v, rows.size, kind)
-    others = torch.empty_like(y) if slopes else None
-    states = state.new_empty(*_grid(q), q.shape[3], v.shape[2] // q.shape[2], v.shape[3])
+    share = v.shape[2] // q.shape[2]
+    others = y.new_empty(*_grid(q), rows.size, share * v.shape[3]) if slopes else None
+    states = state.new_empty(*_grid(q), q.shape[3], share, v.shape[3])
     state = _by_heads(rows.forward(pieces, _grouped(state, q), y, others, states), q)
     return _like(y, v), operators.Kept(state, states, pieces, y.new_empty(0) if others is None else others)
 

@@ -77,7 +77,6 @@ class Part:
         q, k: [N, C, K], N = n P.
         v: [N, C, r V] what tokens write: values times `write`.
         values: [n, B, G, C, r, V] a view of the rows.
-        gain: [n, P, C, r, 1] None: 1.
         write: [n, P, C, r, 1] gain times `scales.write`; None: 1.
         shape: n, P, C, r, V.
         pieces: how many of the n were a chunk.
@@ -87,7 +86,6 @@ class Part:
     k: Tensor
     v: Tensor
     values: Tensor
-    gain: Tensor | None
     write: Tensor | None
     seen: Seen
     scales: Scales
@@ -97,29 +95,27 @@ class Part:
     @classmethod
     def of(cls, rows: Rows, seen: Seen, scales: Scales, pieces: int, kind: torch.dtype) -> Part:
         """From views of the rows."""
-        own = gain(rows, kind)
-        write = product(scales.write, own)
+        write = product(scales.write, gain(rows, kind))
         q, k, v = load(rows.q, kind), load(rows.k, kind), load(rows.v, kind, write)
         q, k, shape = q.flatten(0, 2), k.flatten(0, 2), tuple(v.flatten(1, 2).shape)
-        return cls(q, k, v.view(*q.shape[:2], -1), rows.v, own, write, seen, scales, shape, pieces)
+        return cls(q, k, v.view(*q.shape[:2], -1), rows.v, write, seen, scales, shape, pieces)
 
     def forward(self, state: Tensor, y: Tensor, others: Tensor | None, kept: Tensor) -> Tensor:
-        """The state after it [P, K, r, V]; fills y, a state a chunk, and what y has of other tokens and the state.
+        """The state after it [P, K, r, V]; fills y, a state a chunk, and if asked what is read of others [N, C, r V].
 
-        Without a decay, that is not asked for.
+        That is read of other tokens and the state before, not yet scaled; without a decay, it is not asked for.
         """
         scales = self.scales
         states = kept if self.pieces == 1 else kept.new_empty(self.shape[0], *kept.shape[1:])
         last = self._scan(scaled(state, self._first()), states)
         if self.pieces > 1:
             kept.copy_(states[:: self.pieces])
-        read = (self._scores(strict=scales.read is not None) @ self.v).baddbmm_(self._asking(), _wide(states))
-        if scales.read is None:
-            store(read, y)
-            return last
-        others = y if others is None else others
-        store(read, others, scales.read)
-        torch.addcmul(others, scaled(self._own(), self.gain).unflatten(1, y.shape[1:3]), self.values, out=y)
+        read = torch.bmm(self._scores(strict=scales.read is not None), self.v, out=others)
+        read.baddbmm_(self._asking(), _wide(states))
+        if scales.read is not None:
+            # Of itself.
+            read = torch.addcmul(read.view(self.shape), self._own(), self.v.view(self.shape))
+        store(read, y, scales.read)
         return last
 
     def backward(
@@ -155,7 +151,7 @@ class Part:
         """
         if others is not None and grads.steps is not None:
             # By how much a token's reads are scaled, but its writes.
-            since = (dy * others).flatten(1, 2).sub_((self.v * dv).view(self.shape)).sum(-1)
+            since = (late * others).addcmul_(self.v, dv, value=-1).view(self.shape).sum(-1)
             store(_step_gradient(since, held, self.seen), grads.steps)
             dv.view(self.shape).addcmul_(self._own(), late.view(self.shape))
         store(dv, grads.v, self.write)
