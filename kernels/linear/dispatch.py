@@ -21,28 +21,36 @@ def refusal(*tensors: Tensor | None) -> str | None:
     return None
 
 
-def linear_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, alone: bool = False, **options: Any) -> tuple:
-    """As `reference.linear_attention`; for a single token, or nothing at all, the recurrence itself."""
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, gain: Tensor | None = None, alone: bool = False, **options: Any
+) -> tuple:
+    """As `reference.linear_attention`, of v times gain [B, T, H]; for one token, or none, the recurrence itself."""
+    v = v if gain is None else gain[..., None] * v
     if causal and (q.shape[1] <= 1 or not q.numel() or not v.numel()):
         return reference.linear_attention(q, k, v, causal=True, **options)
     return attend(_causal_sum, q, k, v, apart=True, **options)
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, state: Tensor, ids: Ids | None, strict: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, gain: Tensor | None, state: Tensor,
+    ids: Ids | None, strict: bool, slopes: bool,
+) -> tuple[Tensor, operators.Kept]:  # fmt: skip
     from kernels.linear import triton_run
 
-    return triton_run.forward(q, k, v, log_decay, state, ids, strict)
+    y, state, states = triton_run.forward(q, k, v, log_decay, state, ids, strict)
+    return y, operators.Kept(state, states, q.new_empty(0, dtype=torch.long), state.new_empty(0))
 
 
 def _backward(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, states: Tensor, ids: Ids | None, strict: bool,
-    dy: Tensor, dstate: Tensor, decay: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, gain: Tensor | None, kept: operators.Kept,
+    ids: Ids | None, strict: bool, dy: Tensor, dstate: Tensor, slopes: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
     from kernels.linear import triton_run
 
-    return triton_run.backward(q, k, v, log_decay, states, ids, strict, dy, dstate, decay)
+    dq, dk, dv, found, dstate = triton_run.backward(
+        q, k, v, log_decay, kept.states, ids, strict, dy, dstate, slopes
+    )
+    return dq, dk, dv, found, None, dstate
 
 
 def _chunk(time: int) -> int:

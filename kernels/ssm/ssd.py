@@ -86,7 +86,7 @@ def _dual(
 ) -> tuple[Tensor, Tensor]:
     """The recurrence on an implementation of linear attention; its state is [B, H, N, P], a view of ours."""
     y, state, _ = linear_attention(
-        c, b, dt.to(state.dtype)[..., None] * x, causal=True, normalise=False, log_decay=dt * a, kv=state.mT, z=None,
+        c, b, x, causal=True, normalise=False, log_decay=dt * a, gain=dt.to(state.dtype), kv=state.mT, z=None,
         documents=documents, document=document, alone=alone,
     )  # fmt: skip
     return y, state.mT

@@ -34,6 +34,7 @@ def ssd(
             state = torch.where((real & (now != document))[:, None, None, None], 0, state)
             document = torch.where(real, now, document)
             dt_t = torch.where(real[:, None], dt_t, 0)
+            x_t, b_t = (torch.where(real[:, None, None], t, 0) for t in (x_t, b_t))
         keep = (dt_t * a.to(wide)).exp()
         state = keep[..., None, None] * state + torch.einsum("bh,bhp,bhn->bhpn", dt_t, x_t, b_t)
         y_t = torch.einsum("bhpn,bhn->bhp", state, c_t)

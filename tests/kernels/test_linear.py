@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels import backend, flops
-from kernels.linear import portable
+from kernels.linear import chunks, portable, weak
 from kernels.linear.op import linear_attention
 
 
@@ -145,6 +145,110 @@ def test_gradients_equal_those_of_the_recurrence(small_chunks, decay, normalise,
             assert torch.allclose(got, expected, atol=1e-12)
 
 
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("at_once", [1, 16, 24])
+def test_chunks_of_weak_and_of_strong_decay_go_together(monkeypatch, normalise, packed, at_once):
+    """Chunks, or two and three of them, are worked on in different ways; states before and after must be the same."""
+    monkeypatch.setattr(portable, "CHUNK", 8)
+    monkeypatch.setattr(chunks, "AT_ONCE", at_once)
+    monkeypatch.setattr(weak, "LIMIT", 3.5)
+    q, k, v = inputs(time=50, heads=4)
+    # A chunk that grows is strong, too.
+    steps = torch.tensor([0.4, 1.5, 8.0, 1.5, 0.4, -0.1, 0.4]).repeat_interleave(8)[:50, None]
+    log_decay = -(0.5 + 0.5 * torch.rand(2, 50, 4).double()) * steps
+    assert weak.pieces(portable._steps(log_decay, 2, 50, 8, 2)).tolist() == [1, 2, 0, 2, 1, 0, 1]
+    kv, z = torch.rand(2, 4, 5, 4).double(), torch.rand(2, 4, 5).double()
+    ids = torch.tensor([[1] * 13 + [2] * 14 + [3] * 23, [7] * 45 + [0] * 5])
+    part = dict(documents=ids, document=torch.tensor([1, 7])) if packed else {}
+    tensors = [t.requires_grad_() for t in (q[:, :, :2], k[:, :, :2], v, log_decay, kv, *([z] if normalise else []))]
+
+    def gradients(name):
+        options = dict(normalise=normalise, kv=kv, z=z if normalise else None, log_decay=log_decay, **part)
+        with backend.using(name):
+            outputs = [t for t in linear_attention(*tensors[:3], **options) if t is not None]
+        torch.manual_seed(0)
+        return [*outputs, *torch.autograd.grad(outputs, tensors, [torch.randn_like(t) for t in outputs])]
+
+    for got, expected in zip(gradients("portable"), gradients("reference"), strict=True):
+        assert (got - expected).norm() < 1e-12 * expected.norm()
+
+
+@pytest.mark.parametrize("step", [0.01, 0.93, 1.87, 2.0])
+def test_float32_is_exact_up_to_where_a_decay_is_strong(step):
+    """0.9375 a token is what a whole chunk can be taken apart for, twice as much half of one."""
+
+    def gradients(name, dtype):
+        torch.manual_seed(0)
+        q, k, v, weight = (torch.randn(1, 256, heads, 32).to(dtype).requires_grad_() for heads in (1, 1, 3, 3))
+        log_decay = torch.full((1, 256, 3), -step, dtype=dtype, requires_grad=True)
+        with backend.using(name):
+            y = linear_attention(q, k, v, log_decay=log_decay, normalise=False)[0]
+        return [y, *torch.autograd.grad((y * weight).sum(), (q, k, v, log_decay))]
+
+    truth = gradients("reference", torch.float64)
+    for got, expected in zip(gradients("portable", torch.float32), truth, strict=True):
+        assert (got - expected).norm() < 2e-6 * expected.norm()
+
+
+def slopes(dtype, name, q, k, v, log_decay, dy, ids=None):
+    """The gradient of log-decays."""
+    q, k, v, log_decay, dy = (t.to(dtype) for t in (q, k, v, log_decay.detach(), dy))
+    log_decay.requires_grad_()
+    part = {} if ids is None else dict(documents=ids)
+    with backend.using(name):
+        y = linear_attention(q, k, v, log_decay=log_decay, normalise=False, **part)[0]
+    return torch.autograd.grad((y * dy).sum(), log_decay)[0]
+
+
+@pytest.mark.parametrize("step", [0.3, 0.93])
+def test_what_a_token_reads_of_itself_blurs_no_gradient_of_decays(step):
+    """It has no part in it: not where queries are keys, nor where one token has large values and a key of its own."""
+    torch.manual_seed(0)
+    k, v = torch.randn(1, 128, 1, 32), torch.randn(1, 128, 2, 32)
+    log_decay = torch.full((1, 128, 2), -step)
+    loud = v.clone()
+    loud[:, 20] *= 1e4
+    alone = torch.cat([k, torch.zeros(1, 128, 1, 1)], -1)
+    alone[:, 20] = torch.eye(33)[32]
+    for keys, values, dy in ((k, v, v), (alone, loud, torch.randn(1, 128, 2, 32))):
+        truth = slopes(torch.float64, "reference", keys, keys, values, log_decay, dy)
+        got = slopes(torch.float32, "portable", keys, keys, values, log_decay, dy)
+        assert (got - truth).norm() < 1e-5 * truth.norm()
+
+
+def test_a_loud_document_blurs_no_gradient_of_another():
+    torch.manual_seed(0)
+    q, k, v, dy = (torch.randn(1, 64, 1, 16) for _ in range(4))
+    v[:, :30] *= 1e6
+    log_decay, ids = torch.full((1, 64, 1), -0.3), torch.tensor([[1] * 30 + [2] * 34])
+    truth = slopes(torch.float64, "reference", q, k, v, log_decay, dy, ids)[:, 30:]
+    got = slopes(torch.float32, "portable", q, k, v, log_decay, dy, ids)[:, 30:]
+    assert (got - truth).norm() < 1e-5 * truth.norm()
+
+
+def test_the_result_may_be_changed_in_place():
+    q, k, v = inputs()
+    log_decay = (-torch.rand(2, 11, 3).double()).requires_grad_()
+    y = linear_attention(q, k, v, log_decay=log_decay, normalise=False)[0]
+    expected = torch.autograd.grad((2 * y).sum(), log_decay, retain_graph=True)[0]
+    y.mul_(2)
+    assert torch.equal(torch.autograd.grad(y.sum(), log_decay)[0], expected)
+
+
+def test_backward_works_on_chunks_as_forward_did():
+    """Though what was saved may come back a little different, here on the other side of the limit of a step."""
+    q, k, v = inputs(time=64)
+    log_decay = torch.full((2, 64, 3), -1.88, dtype=torch.float64, requires_grad=True)
+    nearer = torch.autograd.graph.saved_tensors_hooks(
+        lambda t: 0.99 * t if t.is_floating_point() and (t == -1.88).all() else t, lambda t: t)
+    exact = torch.autograd.grad(linear_attention(q, k, v, log_decay=log_decay, normalise=False)[0].sum(), log_decay)[0]
+    with nearer:
+        y = linear_attention(q, k, v, log_decay=log_decay, normalise=False)[0]
+    found = torch.autograd.grad(y.sum(), log_decay)[0]
+    assert not torch.equal(found, exact) and (found - exact).norm() < 0.1 * exact.norm()
+
+
 @pytest.mark.parametrize("time", [1, 63, 64, 65, 127, 1025])
 def test_chunked_equals_recurrence_at_odd_lengths(time):
     q, k, v = inputs(time=time, batch=1, heads=2)
@@ -198,8 +302,9 @@ def test_operator_is_registered_as_pytorch_wants_it(small_chunks):
     log_decay = (-torch.rand(1, 6, 2).double()).requires_grad_()
     state, ids = torch.rand(1, 2, 5, 4).double().requires_grad_(), torch.ones(1, 6, dtype=torch.int32)
     run = torch.ops.mixerlab.linear_attention_portable.default
-    for arguments in ((log_decay, state, ids, ids[:, 0]), (None, state, None, None)):
-        torch.library.opcheck(run, (q, k, v, *arguments, False))
+    gain = torch.rand(1, 6, 2).double().requires_grad_()
+    for some in ((log_decay, gain, state, ids, ids[:, 0]), (None, None, state, None, None)):
+        torch.library.opcheck(run, (q, k, v, *some, False, some[0] is not None))
 
 
 def test_an_empty_batch_is_an_empty_result(implementation):

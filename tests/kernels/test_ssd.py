@@ -86,6 +86,27 @@ def test_gradients_pass_through_state_in_and_out(implementation, small_chunks, p
     assert torch.autograd.gradcheck(run, (x, dt, a, b, c, d, state))
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("decay", [0.3, 1.9, 9.0])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_gradients_equal_those_of_the_recurrence(packed, decay, groups):
+    """Of decays that a chunk, or half of one, is taken apart for, and of stronger ones; some steps are 0."""
+    x, dt, a, b, c = inputs(time=75, groups=groups)
+    dt, a, state = (dt / dt.max()).where(dt > 0.2, 0), decay * a / a.abs().max(), torch.randn(2, 4, 3, 5).double()
+    tensors = [t.requires_grad_() for t in (x, dt, a, b, c, state)]
+    ids = torch.tensor([[4] * 20 + [5] * 40 + [0] * 15, [1] * 64 + [2] * 11])
+    part = dict(documents=ids, document=torch.tensor([4, 3])) if packed else {}
+
+    def gradients(name):
+        with backend.using(name):
+            outputs = ssd(*tensors[:5], state=state, **part)
+        torch.manual_seed(0)
+        return torch.autograd.grad(outputs, tensors, [torch.randn(t.shape).double() for t in outputs])
+
+    for got, expected in zip(gradients("portable"), gradients("reference"), strict=True):
+        assert (got - expected).norm() < 1e-12 * expected.norm()
+
+
 def test_strong_and_long_decays_are_finite_and_right():
     """C09: -8 a step over 4096 steps, and steps of 2 with A = -16."""
     x, dt, a, b, c = inputs(time=4096, batch=1, heads=2, groups=1)
@@ -95,6 +116,16 @@ def test_strong_and_long_decays_are_finite_and_right():
     y, state = ssd(*(t.float() for t in (x, dt, a, b, c)))
     assert (y - expected).abs().max() < 1e-5 * expected.abs().max()
     assert (state - end).abs().max() < 1e-5 * end.abs().max()
+
+
+def test_what_stands_at_pads_is_not_looked_at(implementation, small_chunks):
+    x, dt, a, b, c = inputs()
+    clean, end = ssd(x, dt, a, b, c, documents=IDS)
+    pads = IDS == 0
+    for tensor in (x, dt, b, c):
+        tensor[pads] = torch.nan
+    y, state = ssd(x, dt, a, b, c, documents=IDS)
+    assert torch.equal(y, clean) and torch.equal(state, end)
 
 
 def test_half_precision_inputs_keep_a_wide_state(implementation):
