@@ -114,7 +114,10 @@ def select(records: Records, sweep: str) -> Records:
             f"no run belongs to the sweep {sweep!r}{nearest(sweep, known)}; sweeps: {', '.join(known) or 'none'}"
         )
     own = records.unstarted[records.unstarted["sweep"] == sweep]
-    return only(replace(records, unstarted=own), records.runs[[sweep in names for names in records.runs["sweeps"]]])
+    runs = records.runs[[sweep in names for names in records.runs["sweeps"]]]
+    # A rate may have been chosen in another sweep, which came upon the same run.
+    chosen = [choice if choice and sweep in choice.get("sweeps", [sweep]) else None for choice in runs["tuning"]]
+    return only(replace(records, unstarted=own), runs.assign(tuning=pd.Series(chosen, runs.index, dtype=object)))
 
 
 def only(records: Records, runs: pd.DataFrame) -> Records:

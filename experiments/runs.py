@@ -176,7 +176,7 @@ def _settled(plan: config.Plan, folder: Path) -> Outcome | None:
     uri = _address(plan)
     join_sweep(folder, plan.settings.sweep, uri)
     if plan.choice:
-        write(folder / "tuning.json", json.dumps(plan.choice.record, indent=1))
+        write(folder / "tuning.json", json.dumps(_tuning(plan, folder), indent=1))
     if status.behind and uri:
         catch_up(folder, uri)
     if status.status == "DIVERGED":
@@ -186,6 +186,15 @@ def _settled(plan: config.Plan, folder: Path) -> Outcome | None:
         outcome = _outcome(plan, folder, "skipped", f"finished {status.ended}{other}")
     print(f"{_name(plan)}: {outcome.status}, {outcome.text}: {folder}", flush=True)
     return outcome
+
+
+def _tuning(plan: config.Plan, folder: Path) -> dict[str, Any] | None:
+    """How the learning rate was chosen, and in which sweeps: in others the same run is one at a given rate."""
+    if plan.choice is None:
+        return None
+    path, own = folder / "tuning.json", [plan.settings.sweep] if plan.settings.sweep else []
+    before = json.loads(path.read_text()).get("sweeps", []) if path.exists() else []
+    return plan.choice.record | {"sweeps": list(dict.fromkeys([*before, *own]))}
 
 
 def _again(plan: config.Plan, folder: Path) -> bool:
@@ -347,9 +356,8 @@ def _tracker(plan: config.Plan, folder: Path, command: str, start: Checkpoint | 
     machine = apart | {"threads": plan.trainer.cpu_threads, "device": plan.trainer.device,
                        "device_count": plan.trainer.ranks, "precision": plan.trainer.precision, "code": _code(plan)}
     params, sweep = config.plain(plan.params), plan.settings.sweep
-    tuning = plan.choice and plan.choice.record
     about = Description(plan.label, params, plan.config, environment(machine), command, sweep, plan.key, plan.is_trial,
-                        tuning)  # fmt: skip
+                        _tuning(plan, folder))  # fmt: skip
     return Tracker(folder, about, _address(plan), start and start.position)
 
 

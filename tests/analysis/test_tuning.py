@@ -9,7 +9,7 @@ import pytest
 from analysis import tuning
 from analysis.comparison import by_task
 from analysis.report import build, headline
-from analysis.runs import load
+from analysis.runs import load, select
 
 
 @pytest.fixture
@@ -54,6 +54,17 @@ def test_a_rate_at_an_edge_and_unequal_tuning_are_warned_of(tuned, write):
         "Learning rates were tuned for mha, gqa; they were given for window.",
         "The cells were tuned with different numbers of trials: 2, 3.",
     ]
+
+
+def test_in_another_sweep_a_chosen_rate_is_one_that_was_given(tuned):
+    """Which came upon the same run: nothing in it has changed."""
+    folder = tuned("mha", 0)
+    status, path = json.loads((folder / "status.json").read_text()), folder / "tuning.json"
+    (folder / "status.json").write_text(json.dumps(status | {"sweeps": ["grid", "tuned"]}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"sweeps": ["tuned"]}))
+    found = records(tuned("linear", 0))
+    assert len(list(tuning.told(select(found, "tuned")))) == 1
+    assert list(tuning.choices(select(found, "grid"))["mha"]) == [None]
 
 
 def test_without_tuning_nothing_is_said(write):

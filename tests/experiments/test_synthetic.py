@@ -108,7 +108,7 @@ def test_the_test_suites_are_those_of_earlier_reports(name):
     found = sha256()
     for item in (item for (split, _), rows in every_suite(name).items() if split == "test" for item in rows):
         found.update(torch.cat([item["tokens"], item["labels"].flatten()]).numpy().astype("<i8").tobytes())
-    assert found.hexdigest()[:16] == PINNED[name]
+    assert found.hexdigest()[:16] == PINNED.get(name, "not in PINNED yet")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -172,6 +172,7 @@ def test_every_stack_gets_the_rate_that_its_trials_say(command_line, tmp_path):
     folders = [tmp_path / "runs" / key for key, entry in found.items() if not entry[0]["trial"]]
     choices = [json.loads((folder / "tuning.json").read_text()) for folder in folders]
     assert {choice["tokens"] for choice in choices} == {4 * 8 * 4 * 16}
+    assert [choice["sweeps"] for choice in choices] == [["fair"], ["fair"]]
     for choice in choices:
         flops = [found[key][2]["complexity/flops_per_token_train"] * 8 * 4 * 16 for key in choice["runs"]]
         assert choice["flops"] == pytest.approx(sum(flops)) and choice["seconds"] > 0
