@@ -51,13 +51,13 @@ class Backward(Protocol):
 
 
 def causal_sum(
-    name: str, forward: Forward, backward: Backward, chunk: Callable[[int], int], apart: bool = False
+    name: str, forward: Forward, backward: Backward, chunk: Callable[[int], int], keeps_more: bool = False
 ) -> Callable[..., Any]:
     """The operator `mixerlab::name`; called as `frame.CausalSum`.
 
     Args:
         chunk: tokens a chunk of rows of a length.
-        apart: it keeps `pieces` and `others`, where there is a decay.
+        keeps_more: it keeps `pieces` and `others`, where there is a decay.
     """
 
     @torch.library.custom_op(f"mixerlab::{name}", mutates_args=())
@@ -85,9 +85,9 @@ def causal_sum(
         heads, chunks, wide = v.shape[2], -(-time // size), v.shape[3]
         states = state.new_empty(chunks, batch * groups, width, heads // groups, wide)
         alike = log_decay is not None and log_decay.dim() == 1 and time % size == 0
-        count = 0 if log_decay is None or not apart else 1 if alike else chunks
+        count = 0 if log_decay is None or not keeps_more else 1 if alike else chunks
         pieces = q.new_empty(count, dtype=torch.long)
-        others = state.new_empty((chunks, batch * groups, size, heads // groups * wide) if slopes and apart else 0)
+        others = state.new_empty((chunks, batch * groups, size, heads // groups * wide) if slopes and keeps_more else 0)
         return v.new_empty(v.shape, dtype=state.dtype), state.new_empty(state.shape), states, pieces, others
 
     @torch.library.custom_op(f"mixerlab::{name}_backward", mutates_args=())

@@ -67,7 +67,7 @@ def _backward(
     return _like(grads.q, q), _like(grads.k, k), _like(grads.v, v), found, dgain, _by_heads(dstate, q)
 
 
-_causal_sum = operators.causal_sum("linear_attention_portable", _forward, _backward, _chunk, apart=True)
+_causal_sum = operators.causal_sum("linear_attention_portable", _forward, _backward, _chunk, keeps_more=True)
 
 
 def _chunks(

@@ -113,7 +113,7 @@ class Part:
         read = torch.bmm(self._scores(strict=scales.read is not None), self.v, out=others)
         read.baddbmm_(self._asking(), _wide(states))
         if scales.read is not None:
-            # Of itself.
+            # And of itself.
             read = torch.addcmul(read.view(self.shape), self._own(), self.v.view(self.shape))
         store(read, y, scales.read)
         return last
@@ -142,9 +142,8 @@ class Part:
         store(dq, grads.q)
         store(dk, grads.k)
         return scaled(dstates[0], self._first()), scale[0]
-    def _finish(
-        self, dv: Tensor, late: Tensor, others: Tensor | None, dy: Tensor, held: Tensor, grads: Rows
-    ) -> None:
+
+    def _finish(self, dv: Tensor, late: Tensor, others: Tensor | None, dy: Tensor, held: Tensor, grads: Rows) -> None:
         """Gradients of values, gains and log-decays, from dv; with `others`, without what a token reads of itself.
 
         That has no part in the gradient of log-decays, and would only be lost again in a difference.
