@@ -77,7 +77,9 @@ def run(main: Callable[[], None], name: str) -> int:
         # The reader has seen enough (`--help | head`). What is still buffered has nowhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-        return fail(f"{error.filename}: {error.strerror}; runs=FOLDER chooses another folder")
+        # What is missing among our own files is no matter of where runs are.
+        hint = "" if str(error.filename).startswith(str(config.CONF)) else "; runs=FOLDER chooses another folder"
+        return fail(f"{error.filename}: {error.strerror}{hint}")
     except ValueError as error:
         return fail(str(error))
     return 0

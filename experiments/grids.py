@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -84,6 +85,12 @@ def begin(grid: Grid) -> None:
     """Write a grid down."""
     grid.folder.mkdir(parents=True, exist_ok=True)
     write(grid.folder / "grid.json", json.dumps(asdict(grid) | {"folder": str(grid.folder)}, indent=1))
+
+
+def varying(jobs: Sequence[Sequence[str]]) -> list[str]:
+    """Of every job, the options that not all jobs have, without Hydra's backslashes."""
+    common = set.intersection(*map(set, jobs)) if len(jobs) > 1 else set()
+    return [" ".join(re.sub(r"\\(.)", r"\1", word) for word in job if word not in common) for job in jobs]
 
 
 def forget(folder: Path) -> None:

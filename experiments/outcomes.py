@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +79,22 @@ def outcomes(folder: Path, kind: str = "outcomes") -> list[Outcome]:
     return found
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
-    """A grid's end: a line a run in the order of the jobs, and how many finished, were skipped, failed and diverged."""
+def table(outcomes: Sequence[Outcome], varying: Sequence[str] = ()) -> str:
+    """A grid's end: a line a run in the order of the jobs, and how many finished, were skipped, failed and diverged.
+
+    Args:
+        varying: of every job, the options that not all jobs have; they tell apart what would read the same.
+    """
     ordered = sorted(outcomes, key=lambda outcome: -1 if outcome.job is None else outcome.job)
-    rows = [("stack", "task", "seed", "status", "seconds", "result"), *map(_row, ordered)]
+    alike = Counter((outcome.label, outcome.task, outcome.seed) for outcome in outcomes)
+
+    def named(outcome: Outcome) -> Outcome:
+        known = outcome.job is not None and outcome.job < len(varying)
+        if alike[outcome.label, outcome.task, outcome.seed] == 1 or not known:
+            return outcome
+        return replace(outcome, label=f"{outcome.label} ({varying[outcome.job]})")
+
+    rows = [("stack", "task", "seed", "status", "seconds", "result"), *(_row(named(outcome)) for outcome in ordered)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     counts = Counter(outcome.status for outcome in outcomes)

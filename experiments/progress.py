@@ -121,7 +121,7 @@ def progress(grid: Grid) -> Progress:
     jobs = [
         _job(number, options, results.get(number), begun.get(number), alive.get(number, False), waits,
              records.get(number))
-        for number, options in enumerate(_varying(words))
+        for number, options in enumerate(grids.varying(words))
     ]  # fmt: skip
     made = [outcome.seconds for outcome in (*ended, *trials) if outcome.seconds is not None]
     missing = grid.trials - len({trial.folder for trial in trials})
@@ -186,12 +186,6 @@ def running(folder: Path) -> Running | None:
     name = f"{params['stack']} seed {params['seed']} lr {params['lr']:.3g}"
     speed = (last["tokens"] - first["tokens"]) / seconds if seconds > 0 else None
     return Running(name, last["step"], params["steps"], values, speed, left)
-
-
-def _varying(jobs: Sequence[Sequence[str]]) -> list[str]:
-    """Of every job, the options that not all jobs have."""
-    common = set.intersection(*map(set, jobs)) if len(jobs) > 1 else set()
-    return [" ".join(word for word in job if word not in common) for job in jobs]
 
 
 def duration(seconds: float) -> str:

@@ -121,7 +121,8 @@ def main() -> int:
         grids.forget(Grid.folder)
     outcomes = Grid.outcomes()
     if outcomes:
-        print("\n".join(["", table(outcomes), *_not_ended(outcomes), *_links()]), flush=True)
+        varying = grids.varying(grids.read(Grid.folder).jobs)
+        print("\n".join(["", table(outcomes, varying), *_not_ended(outcomes), *_links()]), flush=True)
     ended = _alone if outcomes is None else outcomes
     if Grid.folder and grids.cancelled(Grid.folder):
         code = 143

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from omegaconf import OmegaConf
 
-from experiments import runs
+from experiments import grids, runs
 from experiments.outcomes import Grid, Outcome, headline, table
 from experiments.record import read_status
 from experiments.runs import ConfigError, execute
@@ -58,6 +58,14 @@ def test_the_table_by_hand(tmp_path):
         "1 finished, 1 skipped, 1 failed, 1 diverged",
     ]
     assert [outcome.good for outcome in outcomes] == [True, False, True, False]
+
+
+def test_what_would_read_the_same_is_told_apart_by_its_options():
+    outcomes = [Outcome("gqa", "mqar", seed, "finished", "", "runs/a", None, job)
+                for job, seed in enumerate((0, 0, 1))]  # fmt: skip
+    jobs = [["stack=gqa", "a.b=1", "seed=0"], ["stack=gqa", "a.b=mha\\ +\\ mlp", "seed=0"], ["stack=gqa", "seed=1"]]
+    assert [line.partition("  ")[0] for line in table(outcomes, grids.varying(jobs)).splitlines()[1:4]] == [
+        "gqa (a.b=1 seed=0)", "gqa (a.b=mha + mlp seed=0)", "gqa"]
 
 
 def test_outcomes_of_other_processes_are_read_back(tmp_path, monkeypatch):

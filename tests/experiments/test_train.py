@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -103,8 +104,9 @@ def test_one_failing_cell_leaves_the_others_alone(command_line, tmp_path, new_da
     *rows, counts, compare, served = out.split("\n\n")[-1].strip().splitlines()
     assert compare.startswith("compare: ") and served.endswith("python -m experiments.ui")
     assert counts == "2 finished, 0 skipped, 1 failed, 0 diverged"
-    assert [row.split()[3] for row in rows] == ["status", "finished", "failed", "finished"]
-    assert "n_heads=3" in rows[2] and f"{failed.relative_to(tmp_path)}/log.txt" in rows[2]
+    assert [re.split("  +", row)[3] for row in rows] == ["status", "finished", "failed", "finished"]
+    assert [re.split("  +", row)[0] for row in rows[1:]] == [f"mha (model.mixers.mha.n_heads={n})" for n in (1, 3, 2)]
+    assert "n_heads=3" in rows[2].partition("failed")[2] and f"{failed.relative_to(tmp_path)}/log.txt" in rows[2]
 
 
 def test_an_exception_in_training_ends_that_run_alone(command_line, tmp_path, monkeypatch):
