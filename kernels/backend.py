@@ -94,7 +94,8 @@ def without_autocast(differentiate: Callable[..., Any]) -> Callable[..., Any]:
     """The same for the gradient of an operator, which runs under whatever is on when backward is called."""
 
     def guarded(ctx: Any, *grads: Any) -> Any:
-        with no_autocast(ctx.saved_tensors[0]):
+        # Not a look at what was saved: under activation checkpointing it may be unpacked once.
+        with no_autocast(next(grad for grad in grads if grad is not None)):
             return differentiate(ctx, *grads)
 
     return guarded

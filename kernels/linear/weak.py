@@ -222,7 +222,7 @@ def _step_gradient(since: Tensor, held: Tensor, seen: Seen) -> Tensor:
     """Gradient [n, P, C, r] of each log-decay t: of all that stands before t and is read at t or later.
 
     That is all that is read from t on, in its document or through the state after it, but what is written from t on.
-    So it is 0, and not nearly, where nothing is.
+    So it is 0, and not nearly, where nothing is read from t on.
 
     Args:
         since: [n, P, C, r] gradient of what a token's reads are scaled by, less that of its writes.

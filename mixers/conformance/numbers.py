@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from kernels.flops import FlopCounter
 from mixers.base import Mixer, Packing
@@ -115,14 +116,17 @@ def dropout(subject: Subject) -> Trials:
 
 
 def determinism(subject: Subject) -> Trials:
-    """A seed fixes weights, outputs and gradients bit by bit, and no call leaves anything behind in the mixer."""
+    """A seed fixes weights, outputs and gradients bit by bit, and no call leaves anything behind in the mixer.
+
+    The second time, activations are computed again in the backward pass (`torch.utils.checkpoint`).
+    """
 
     def trial(changes: dict[str, Any], train: bool) -> float:
         results = []
-        for _ in range(2):
+        for again in (False, True):
             mixer, x = subject.build(**changes).train(train), subject.input(2, 17).requires_grad_()
             torch.manual_seed(1)
-            y = mixer(x)
+            y = checkpoint(mixer, x, use_reentrant=False) if again else mixer(x)
             grads = torch.autograd.grad(y.square().sum(), [x, *mixer.parameters()], allow_unused=True)
             results.append([*mixer.state_dict().values(), y, *(g for g in grads if g is not None)])
         for first, second in zip(*results, strict=True):
