@@ -116,7 +116,8 @@ def select(records: Records, sweep: str) -> Records:
     own = records.unstarted[records.unstarted["sweep"] == sweep]
     runs = records.runs[[sweep in names for names in records.runs["sweeps"]]]
     # A rate may have been chosen in another sweep, which came upon the same run.
-    chosen = [choice if choice and sweep in choice.get("sweeps", [sweep]) else None for choice in runs["tuning"]]
+    chosen = [choice if isinstance(choice, dict) and sweep in choice.get("sweeps", [sweep]) else None
+              for choice in runs["tuning"]]  # fmt: skip
     return only(replace(records, unstarted=own), runs.assign(tuning=pd.Series(chosen, runs.index, dtype=object)))
 
 

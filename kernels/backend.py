@@ -94,8 +94,9 @@ def without_autocast(differentiate: Callable[..., Any]) -> Callable[..., Any]:
     """The same for the gradient of an operator, which runs under whatever is on when backward is called."""
 
     def guarded(ctx: Any, *grads: Any) -> Any:
-        # Not a look at what was saved: under activation checkpointing it may be unpacked once.
-        with no_autocast(next(grad for grad in grads if grad is not None)):
+        # Not a look at what was saved: under activation checkpointing it may be unpacked once. None at all are zeros.
+        given = next((grad for grad in grads if grad is not None), None)
+        with nullcontext() if given is None else no_autocast(given):
             return differentiate(ctx, *grads)
 
     return guarded
